@@ -1,0 +1,76 @@
+"""An adapter in memory, on the host: the same shape whatever layout it was stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lora_moe_jax.adapters.config import AdapterConfig
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """The two factors of one projection: y += scaling * (x a^T) b.
+
+    A leading size of 1 on a projection with groups means that all groups share the factor.
+
+    Attributes:
+      a: [groups or 1, rank, in] in the file's dtype (float32, bfloat16, float16).
+      b: [groups or 1, rank, out]; the transpose of a file's lora_B.
+      scaling: float32 [groups or 1]: as many as the factor with more groups has.
+      ranks: int32 [groups or 1]; a group's rows at and past its rank are zero in a or in b.
+        A group that the adapter does not touch has rank 0 and scaling 0.
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+    scaling: np.ndarray
+    ranks: np.ndarray
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def num_parameters(self) -> int:
+        return self.a.size + self.b.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A whole adapter.
+
+    Attributes:
+      pairs: by `Projection.name`.
+      layout: how the file stored routed experts: "module" (it has none), "packed", "per_expert",
+        "stacked" (3D, nothing shared), "shared_outer" (3D, outer factors shared), or "mixed".
+      config: what its `adapter_config.json` said.
+    """
+
+    pairs: Mapping[str, LoraPair]
+    layout: str
+    config: AdapterConfig
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any projection."""
+        return max((pair.rank for pair in self.pairs.values()), default=0)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names of the projections, without repeating the layers: `mlp.experts.up_proj`."""
+        return tuple(sorted({name.split(".", 3)[-1] for name in self.pairs}))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(pair.num_parameters for pair in self.pairs.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pair.nbytes for pair in self.pairs.values())

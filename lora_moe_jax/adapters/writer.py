@@ -1,0 +1,158 @@
+"""Writes an adapter folder: all of it, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from lora_moe_jax.adapters import layouts
+from lora_moe_jax.adapters.adapter import Adapter, LoraPair
+from lora_moe_jax.adapters.config import CONFIG_FILE
+from lora_moe_jax.adapters.packing import FORM_KEY
+from lora_moe_jax.adapters.projection import Projection
+from lora_moe_jax.adapters.reader import TENSOR_FILE
+from lora_moe_jax.adapters.tensor_file import FLOATS
+from lora_moe_jax.errors import AdapterError
+
+_LAYOUTS = {
+    "peft": layouts.peft,
+    "per_expert": layouts.per_expert,
+    "shared_outer": layouts.shared_outer,
+}
+_PEFT_VERSION = "0.21.2"  # whose layout "peft" is
+_REPLACEABLE = {CONFIG_FILE, TENSOR_FILE, "README.md"}
+
+
+def write_adapter(
+    folder: str | os.PathLike,
+    adapter: Adapter,
+    projections: Mapping[str, Projection],
+    *,
+    layout: Literal["peft", "per_expert", "shared_outer"] = "peft",
+) -> None:
+    """Writes `adapter` so that reading it gives the same factors, scalings and ranks.
+
+    rsLoRA adapters are written with the alpha that gives the same scaling without rsLoRA. Parts
+    that the layout must hold and the adapter does not have are written as zeros.
+
+    Args:
+      folder: is created; an adapter folder that is there already is replaced.
+      adapter: what to write.
+      projections: the base model's, as for `read_adapter`.
+      layout: "peft" (PEFT 0.21), "per_expert" (vLLM, SGLang), or "shared_outer" (3D).
+
+    Raises:
+      AdapterError: if the layout cannot hold the adapter exactly, the adapter does not fit the
+        projections, or the folder cannot be written or holds something else. Nothing is left
+        behind then.
+    """
+    if layout not in _LAYOUTS:
+        raise AdapterError(
+            "this is not a layout that can be written", key="layout",
+            expected=", ".join(_LAYOUTS), found=layout,
+        )  # fmt: skip
+    for name, pair in adapter.pairs.items():
+        _check_pair(name, pair, projections)
+    draft = _LAYOUTS[layout](adapter, projections)
+    settings = {
+        "base_model_name_or_path": adapter.config.base_model,
+        "bias": "none",
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "peft_version": _PEFT_VERSION,
+        "target_parameters": None,
+        "task_type": "CAUSAL_LM",
+        "use_rslora": False,
+    } | draft.config()
+    metadata = {"format": "pt"} | ({FORM_KEY: draft.form} if draft.form else {})
+    _save(Path(folder), draft.tensors, json.dumps(settings, indent=2, sort_keys=True), metadata)
+
+
+def _check_pair(name: str, pair: LoraPair, projections: Mapping[str, Projection]) -> None:
+    def wrong(what: str, expected: object, found: object) -> AdapterError:
+        return AdapterError(f"the adapter's {what}", key=name, expected=expected, found=found)
+
+    projection = projections.get(name)
+    if projection is None:
+        raise wrong("projection is not one of the base model", "a projection of it", name)
+    widths = {"a": projection.in_features, "b": projection.out_features}
+    for side, width in widths.items():
+        factor = getattr(pair, side)
+        fits = factor.ndim == 3 and factor.shape[0] in (1, projection.groups)
+        if not fits or factor.shape[1:] != (pair.rank, width) or pair.rank == 0:
+            expected = f"[{projection.groups} or 1, rank, {width}]"
+            raise wrong(f"factor {side} has a wrong shape", expected, list(factor.shape))
+        if factor.dtype not in FLOATS.values():
+            raise wrong(f"factor {side} has a wrong dtype", ", ".join(FLOATS), factor.dtype)
+        if not np.isfinite(factor).all():
+            raise wrong(f"factor {side} is not finite", "finite values", "NaN or infinity")
+    groups = max(len(pair.a), len(pair.b))
+    for field in ("scaling", "ranks"):
+        shape = getattr(pair, field).shape
+        if shape not in ((1,), (groups,)):
+            raise wrong(f"{field} has a wrong shape", f"[{groups}] or [1]", list(shape))
+    if not np.isfinite(pair.scaling).all():
+        raise wrong("scaling is not finite", "finite values", pair.scaling.tolist()[:8])
+    if pair.ranks.min() < 0 or pair.ranks.max() > pair.rank:
+        raise wrong("ranks are wrong", f"0 to {pair.rank}", pair.ranks.tolist()[:8])
+
+
+def _save(
+    folder: Path, tensors: dict[str, np.ndarray], config: str, metadata: dict[str, str]
+) -> None:
+    """Fills a new folder beside `folder`, then gives it that name."""
+    mark = secrets.token_hex(8)
+    new, old = (folder.parent / f".{folder.name}.{mark}.{part}" for part in ("new", "old"))
+    try:
+        _check_replaceable(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new.mkdir()
+        save_file(tensors, new / TENSOR_FILE, metadata)
+        (new / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+        _replace(folder, new, old)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError("the adapter cannot be written", file=folder, found=error) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _replace(folder: Path, new: Path, old: Path) -> None:
+    if not folder.exists():
+        new.rename(folder)
+        return
+    folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+
+
+def _check_replaceable(folder: Path) -> None:
+    if not folder.exists() and not folder.is_symlink():
+        return
+    found = "a file or a link"
+    if folder.is_dir() and not folder.is_symlink():
+        names = set(os.listdir(folder))
+        if not names or (CONFIG_FILE in names and names <= _REPLACEABLE):
+            return
+        found = "a folder with " + ", ".join(sorted(names - _REPLACEABLE or names)[:8])
+    raise AdapterError(
+        "the folder is not one that may be replaced", file=folder,
+        expected="nothing, an empty folder, or an adapter with no other files beside it",
+        found=found, hint="choose another folder",
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Model configurations: what `config.json` says, read strictly."""

@@ -1,0 +1,105 @@
+"""What a model is: the sizes and options that its family needs, read from `config.json`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. `dim` is the number of rotated features of a head.
+
+    `interleaved` pairs features (2j, 2j+1); otherwise (j, j + dim/2).
+    `factor` and the fields after it belong to `kind="yarn"` (or `factor` to "linear").
+    """
+
+    dim: int
+    theta: float
+    kind: Literal["default", "linear", "yarn"] = "default"
+    interleaved: bool = False
+    factor: float = 1.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention. `q_lora_rank` is None when queries are one plain product."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Routed experts.
+
+    Attributes:
+      shared_size: total width of the shared experts, 0 if there are none.
+      sparse_layers: for each layer, whether its MLP is routed.
+      scoring: "softmax" (Qwen3, DeepSeek-V2) or "sigmoid" (DeepSeek-V3).
+      correction_bias: whether a bias is added to the scores for the choice only.
+      group_score: how an expert group is scored before `topk_group` of `n_group` are kept;
+        "none" when groups are not used.
+      router_float32: whether the router's product and weights are float32 (DeepSeek) or in the
+        activations' dtype (Qwen3).
+    """
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    shared_size: int
+    sparse_layers: tuple[bool, ...]
+    scoring: Literal["softmax", "sigmoid"]
+    correction_bias: bool
+    n_group: int
+    topk_group: int
+    group_score: Literal["none", "max", "top2_sum"]
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    router_float32: bool
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model. `mla` is None for grouped-query attention, `moe` is None for a dense model.
+
+    `head_dim` is the width of a query head; with `mla` that is its two parts together.
+    """
+
+    family: Literal["qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    max_position: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    attention_bias: bool
+    dtype: str
+    sliding_window: int | None = None
+    mla: MlaConfig | None = None
+    moe: MoeConfig | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike) -> ModelConfig:
+        """Reads a `config.json`, or that of a model folder; see `config.reader.read_config`."""
+        from lora_moe_jax.config.reader import read_config  # it builds these classes
+
+        return read_config(path)

@@ -1,0 +1,314 @@
+"""Reads a Hugging Face `config.json` into a `ModelConfig`.
+
+The spellings of transformers 4 (and of the hub) and of transformers 5 are both read. Whatever
+would change the model and is not supported is refused; fields that change nothing are ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lora_moe_jax.config.defaults import DEFAULTS
+from lora_moe_jax.config.fields import Fields
+from lora_moe_jax.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig
+from lora_moe_jax.errors import ConfigError
+from lora_moe_jax.strict_json import read_json_object
+
+# model_type -> the family that implements it
+FAMILIES = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
+    "deepseek_v2": "deepseek_v2",
+    "deepseek_v3": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
+}
+MAX_LAYERS = 4096
+MAX_EXPERTS = 65536
+ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+SCALED_ROPE_KEYS = ROPE_KEYS | {"factor", "original_max_position_embeddings"}
+YARN_KEYS = SCALED_ROPE_KEYS | {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+}
+
+
+def read_config(folder: str | os.PathLike) -> ModelConfig:
+    """Reads `folder`/config.json, or the configuration file itself if a file is named.
+
+    The end-of-sequence ids are those of a `generation_config.json` beside it, if it names some,
+    as for generation in transformers.
+
+    Raises:
+      ConfigError: a file is missing or damaged, a required field is missing or has a wrong type
+        or value, or the model needs something that is not supported.
+    """
+    path = Path(folder)
+    file = path / "config.json" if path.is_dir() else path
+    values = read_json_object(file, ConfigError)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise Fields(values, file, {}).error(
+            "the model type is not supported", "model_type", " or ".join(FAMILIES)
+        )
+    fields = Fields(values, file, DEFAULTS[model_type])
+    for key in ("quantization_config", "compression_config"):
+        fields.only(key, None, hint="use the unquantised checkpoint of this model")
+    fields.only("hidden_act", "silu")
+    if FAMILIES[model_type].startswith("qwen3"):
+        return _read_qwen(fields, model_type)
+    return _read_deepseek(fields, model_type)
+
+
+def _read_qwen(fields: Fields, model_type: str) -> ModelConfig:
+    common = _read_common(fields, model_type)
+    num_heads = common["num_heads"]
+    num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        expected = f"a divisor of num_attention_heads, {num_heads}"
+        raise fields.error(
+            "the query heads cannot share the key/value heads", "num_key_value_heads", expected
+        )
+    # Qwen3-MoE has no default of its own for head_dim.
+    defaults = {"head_dim": common["hidden_size"] // num_heads} | fields.defaults
+    head_dim = Fields(fields.values, fields.file, defaults).integer("head_dim")
+    num_layers = common["num_layers"]
+    return ModelConfig(
+        **common,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=_read_rope(fields, "head_dim", head_dim, interleaved=False),
+        sliding_window=_read_sliding_window(fields, model_type, num_layers),
+        moe=_read_qwen_moe(fields, num_layers) if model_type == "qwen3_moe" else None,
+    )
+
+
+def _read_deepseek(fields: Fields, model_type: str) -> ModelConfig:
+    common = _read_common(fields, model_type)
+    num_heads = common["num_heads"]
+    # All heads share one latent, so there is no smaller number of key/value heads.
+    fields.only("num_key_value_heads", num_heads)
+    fields.only("mlp_bias", False)
+    mla = MlaConfig(
+        q_lora_rank=fields.optional_integer("q_lora_rank"),
+        kv_lora_rank=fields.integer("kv_lora_rank"),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
+        v_head_dim=fields.integer("v_head_dim"),
+    )
+    # DeepSeek-V2 always pairs neighbouring features; the flag came with V3.
+    interleaved = model_type == "deepseek_v2" or fields.flag("rope_interleave")
+    return ModelConfig(
+        **common,
+        num_kv_heads=num_heads,
+        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        rope=_read_rope(fields, "qk_rope_head_dim", mla.qk_rope_head_dim, interleaved),
+        mla=mla,
+        moe=_read_deepseek_moe(fields, model_type, common["num_layers"]),
+    )
+
+
+def _read_common(fields: Fields, model_type: str) -> dict[str, object]:
+    """The fields that every family reads alike."""
+    dtype_key = fields.spelled("dtype", "torch_dtype")
+    return {
+        "family": FAMILIES[model_type],
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "num_layers": fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
+        "num_heads": fields.integer("num_attention_heads"),
+        "intermediate_size": fields.integer("intermediate_size"),
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "max_position": fields.integer("max_position_embeddings"),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings"),
+        "attention_bias": fields.flag("attention_bias"),
+        "dtype": fields.only(dtype_key, "float32", "bfloat16", "float16"),
+        "bos_token_id": fields.optional_integer("bos_token_id", minimum=0),
+        "eos_token_ids": _read_eos(fields),
+    }
+
+
+def _read_eos(fields: Fields) -> tuple[int, ...]:
+    generation = Path(fields.file).parent / "generation_config.json"
+    if generation.exists():
+        own = Fields(read_json_object(generation, ConfigError), generation, {})
+        if own.has("eos_token_id"):
+            fields = own
+    if not isinstance(fields.get("eos_token_id", "token ids"), list):
+        single = fields.optional_integer("eos_token_id", minimum=0)
+        return () if single is None else (single,)
+    ids = fields.items("eos_token_id", int)
+    if any(not 0 <= item < 2**31 for item in ids):
+        raise fields.wrong("eos_token_id", "token ids")
+    return tuple(ids)
+
+
+def _read_rope(fields: Fields, dim_key: str, dim: int, interleaved: bool) -> RopeConfig:
+    if dim % 2:
+        raise fields.error("rotary features come in pairs", dim_key, f"an even number, not {dim}")
+    defaults = {
+        "rope_theta": fields.number("rope_theta", 1.0),
+        "original_max_position_embeddings": fields.integer("max_position_embeddings"),
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.0,
+        "mscale_all_dim": 0.0,
+        "truncate": True,
+    }
+    # Where a file has both spellings, transformers lets rope_scaling win.
+    section = fields.section("rope_scaling", defaults)
+    if not section.values:
+        section = fields.section("rope_parameters", defaults)
+    kind = section.only(section.spelled("rope_type", "type"), "default", "linear", "yarn")
+    # No family rotates a part of its rotary features: transformers ignores the field for Qwen3
+    # and DeepSeek, and fails in the forward pass for GLM-4.7-Flash.
+    fields.only("partial_rotary_factor", 1.0, 1)
+    section.only("partial_rotary_factor", 1.0, 1)
+    known = YARN_KEYS if kind == "yarn" else SCALED_ROPE_KEYS
+    for key in sorted(section.values.keys() - known):
+        raise section.error(f"{kind!r} rope has no such option", key, ", ".join(sorted(known)))
+    theta = section.number("rope_theta", 1.0)
+    if kind == "default":
+        return RopeConfig(dim=dim, theta=theta, interleaved=interleaved)
+    factor = section.number("factor", 1.0, inclusive=True)
+    if kind == "linear":
+        return RopeConfig(dim, theta, kind, interleaved, factor)
+    return RopeConfig(
+        dim=dim,
+        theta=theta,
+        kind=kind,
+        interleaved=interleaved,
+        factor=factor,
+        original_max_position=section.integer("original_max_position_embeddings"),
+        beta_fast=section.number("beta_fast"),
+        beta_slow=section.number("beta_slow"),
+        mscale=section.number("mscale", inclusive=True),
+        mscale_all_dim=section.number("mscale_all_dim", inclusive=True),
+        attention_factor=(
+            section.number("attention_factor") if section.has("attention_factor") else None
+        ),
+        truncate=section.flag("truncate"),
+    )
+
+
+def _read_sliding_window(fields: Fields, model_type: str, num_layers: int) -> int | None:
+    """The window of all layers, or None. Qwen3 can name it per layer; then all must agree."""
+    window = None
+    if fields.flag("use_sliding_window"):
+        window = fields.optional_integer("sliding_window")
+    if model_type == "qwen3_moe":
+        return window
+    if fields.has("layer_types"):
+        types = set(fields.items("layer_types", str, num_layers))
+    else:
+        full = min(fields.integer("max_window_layers", minimum=0), num_layers)
+        types = {"full_attention"} if full or window is None else set()
+        types |= {"sliding_attention"} if full < num_layers and window is not None else set()
+    if types == {"full_attention"}:
+        return None
+    if types == {"sliding_attention"} and window is not None:
+        return window
+    raise fields.error(
+        "sliding and full attention are mixed, or there is no window",
+        "layer_types",
+        "only 'full_attention', or only 'sliding_attention' and use_sliding_window",
+    )
+
+
+def _read_qwen_moe(fields: Fields, num_layers: int) -> MoeConfig:
+    step = fields.integer("decoder_sparse_step")
+    dense = fields.items("mlp_only_layers", int) if fields.has("mlp_only_layers") else []
+    num_experts, top_k = _read_experts(fields, fields.spelled("num_experts", "num_local_experts"))
+    return MoeConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_size=fields.integer("moe_intermediate_size"),
+        shared_size=0,
+        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+        scoring="softmax",
+        correction_bias=False,
+        n_group=1,
+        topk_group=1,
+        group_score="none",
+        norm_topk_prob=fields.flag("norm_topk_prob"),
+        routed_scaling_factor=1.0,
+        router_float32=False,
+    )
+
+
+def _read_deepseek_moe(fields: Fields, model_type: str, num_layers: int) -> MoeConfig:
+    v2 = model_type == "deepseek_v2"
+    fields.only("moe_layer_freq", 1)
+    fields.only("scoring_func", "softmax" if v2 else "sigmoid")
+    methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
+    method = fields.only("topk_method", *methods)
+    num_experts, top_k = _read_experts(
+        fields, fields.spelled("n_routed_experts", "num_local_experts", "num_experts")
+    )
+    n_group = topk_group = 1
+    if method != "greedy":
+        n_group, topk_group = _read_groups(fields, num_experts, top_k)
+    if method == "noaux_tc" and n_group > 1 and num_experts < 2 * n_group:
+        expected = f"at most {num_experts // 2}: groups are scored by their best two experts"
+        raise fields.error("the groups are too small", "n_group", expected)
+    expert_size = fields.integer("moe_intermediate_size")
+    group_score = "max" if v2 else "top2_sum"
+    return MoeConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_size=expert_size,
+        shared_size=(fields.optional_integer("n_shared_experts", minimum=0) or 0) * expert_size,
+        sparse_layers=_read_sparse_layers(fields, model_type, num_layers),
+        scoring="softmax" if v2 else "sigmoid",
+        correction_bias=not v2,
+        n_group=n_group,
+        topk_group=topk_group,
+        group_score="none" if n_group == 1 else group_score,
+        # transformers never normalises in DeepSeek-V2, whatever the field says.
+        norm_topk_prob=not v2 and fields.flag("norm_topk_prob"),
+        routed_scaling_factor=fields.number("routed_scaling_factor"),
+        router_float32=True,
+    )
+
+
+def _read_experts(fields: Fields, key: str) -> tuple[int, int]:
+    num_experts = fields.integer(key, maximum=MAX_EXPERTS)
+    top_k = fields.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        expected = f"at most {key}, {num_experts}"
+        raise fields.error("there are fewer experts", "num_experts_per_tok", expected)
+    return num_experts, top_k
+
+
+def _read_groups(fields: Fields, num_experts: int, top_k: int) -> tuple[int, int]:
+    n_group, topk_group = fields.integer("n_group"), fields.integer("topk_group")
+    if num_experts % n_group:
+        expected = f"a divisor of the number of experts, {num_experts}"
+        raise fields.error("the experts do not fill the groups", "n_group", expected)
+    if topk_group > n_group:
+        raise fields.error("there are fewer groups", "topk_group", f"at most n_group, {n_group}")
+    eligible = topk_group * (num_experts // n_group)
+    if top_k > eligible:
+        expected = f"at most {eligible}, the experts of topk_group groups"
+        raise fields.error("there are fewer experts", "num_experts_per_tok", expected)
+    return n_group, topk_group
+
+
+def _read_sparse_layers(fields: Fields, model_type: str, num_layers: int) -> tuple[bool, ...]:
+    first = fields.integer("first_k_dense_replace", minimum=0)
+    by_count = tuple(i >= first for i in range(num_layers))
+    if model_type != "glm4_moe_lite" or not fields.has("mlp_layer_types"):
+        return by_count
+    types = fields.items("mlp_layer_types", str, num_layers)
+    if not set(types) <= {"dense", "sparse"}:
+        raise fields.wrong("mlp_layer_types", "'dense' or 'sparse' for each layer")
+    by_name = tuple(name == "sparse" for name in types)
+    if "first_k_dense_replace" in fields.values and by_name != by_count:
+        expected = "the number of leading 'dense' layers in mlp_layer_types, and no others"
+        raise fields.error("the dense layers are in doubt", "first_k_dense_replace", expected)
+    return by_name

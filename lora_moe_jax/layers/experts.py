@@ -1,0 +1,94 @@
+"""The mixture-of-experts MLP: router, routed experts with per-expert adapters, shared experts."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from lora_moe_jax.adapters.projection import Projection
+from lora_moe_jax.config.model import ModelConfig
+from lora_moe_jax.layers.adapter_slots import adapter_slots, lora_of
+from lora_moe_jax.layers.build import Build
+from lora_moe_jax.layers.mlp import Mlp, swiglu
+from lora_moe_jax.layers.router import Router
+from pallas_kernels import RoutingPlan, combine, grouped_lora_matmul, routing_plan
+
+
+class Experts(nnx.Module):
+    """All routed experts of a layer: gate_up_proj `[E, 2, I, H]`, down_proj `[E, H, I]`."""
+
+    def __init__(self, name: str, config: ModelConfig, build: Build):
+        hidden, moe = config.hidden_size, config.moe
+        count, width = moe.num_experts, moe.expert_size
+        self.gate_up_proj = build.weight(
+            (count, 2, width, hidden), ("expert", None, "mlp", None), (f"{name}.gate_up_proj",)
+        )
+        self.down_proj = build.weight(
+            (count, hidden, width), ("expert", None, "mlp"), (f"{name}.down_proj",)
+        )
+
+        def slots(leaf, n_in, n_out, **axes):
+            projection = Projection(f"{name}.{leaf}", n_in, n_out, count, "expert")
+            return adapter_slots(projection, build, **axes)
+
+        self.gate_slots = slots("gate_proj", hidden, width, out_axis="mlp")
+        self.up_slots = slots("up_proj", hidden, width, out_axis="mlp")
+        self.down_slots = slots("down_proj", width, hidden, in_axis="mlp")
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], plan: RoutingPlan
+    ) -> Float[Array, "rows hidden"]:
+        """Runs the plan's rows; rows of other devices' experts come out as zeros."""
+        gate_up = self.gate_up_proj[...]
+        count, _, width, hidden = gate_up.shape
+        both = grouped_lora_matmul(
+            x[plan.token],
+            gate_up.reshape(count, 2 * width, hidden),
+            plan.group_sizes,
+            plan.row_slots,
+            (lora_of(self.gate_slots), lora_of(self.up_slots)),
+            parts=(width, width),
+        )
+        return grouped_lora_matmul(
+            swiglu(both),
+            self.down_proj[...],
+            plan.group_sizes,
+            plan.row_slots,
+            (lora_of(self.down_slots),),
+        )
+
+
+class MoeMlp(nnx.Module):
+    """y = Σ_k weight_k · expert_k(x) + shared(x)."""
+
+    def __init__(self, name: str, config: ModelConfig, build: Build):
+        self.axes = build.axes
+        self.expert_axis = build.mesh_axis("expert")
+        self.width_axis = build.mesh_axis("mlp")
+        self.gate = Router(f"{name}.gate", config.hidden_size, config.moe, build)
+        self.experts = Experts(f"{name}.experts", config, build)
+        self.shared_experts = (
+            Mlp(f"{name}.shared_experts", config.hidden_size, config.moe.shared_size, build)
+            if config.moe.shared_size
+            else None
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        token_slots: Int[Array, " tokens"],
+        valid: Bool[Array, " tokens"] | None = None,
+    ) -> Float[Array, "tokens hidden"]:
+        """Args: `valid` is False for padding tokens, which no expert then works on."""
+        experts, weights = self.gate(x, token_slots)
+        plan = self._plan(experts, token_slots, valid)
+        rows = self.experts(x, plan)
+        routed = self.axes.psum(combine(rows, plan, weights), self.expert_axis, self.width_axis)
+        y = routed.astype(x.dtype)
+        return y if self.shared_experts is None else y + self.shared_experts(x, token_slots)
+
+    def _plan(self, experts: jax.Array, token_slots: jax.Array, valid) -> RoutingPlan:
+        local = self.experts.down_proj[...].shape[0]
+        first = self.axes.index(self.expert_axis) * local
+        return routing_plan(experts, token_slots, local, first_group=first, valid=valid)

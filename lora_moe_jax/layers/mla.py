@@ -1,0 +1,205 @@
+"""Multi-head latent attention in its absorbed form, with exact LoRA on every projection.
+
+The cache holds the normed latent c and the rotated rope key, never the heads. With kv_b's rows of
+head h split into key rows W_UK and value rows W_UV, and its LoRA factors A and B likewise:
+
+    score_h = (q_nope W_UK + s (q_nope Bᵏ_hᵀ) A) · c + q_rope · k_rope
+    value_h = o_h W_UVᵀ + s (o_h Aᵀ) Bᵛ_h            with o_h the attention-weighted latent
+
+Both products are `grouped_lora_matmul` with the head as the group: the first with B as the inner
+factor (one for each head) and A as the outer (shared by all heads), the second the other way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from lora_moe_jax.adapters.projection import Projection
+from lora_moe_jax.config.model import MlaConfig, ModelConfig
+from lora_moe_jax.layers.adapter_slots import adapter_slots
+from lora_moe_jax.layers.build import Build
+from lora_moe_jax.layers.cache import LayerCache
+from lora_moe_jax.layers.linear import FusedLinear, Linear
+from lora_moe_jax.layers.norm import RmsNorm
+from lora_moe_jax.layers.rope import apply_rope, mla_softmax_scale
+from pallas_kernels import Lora, grouped_lora_matmul, paged_latent_attention, write_pages
+
+MLA_NORM_EPS = 1e-6  # of the latent norms, whatever the configuration says
+
+
+class LatentAttention(nnx.Module):
+    """MLA: q (plain or through q_a, q_b), kv_a, absorbed kv_b, o, each with adapters."""
+
+    def __init__(self, name: str, config: ModelConfig, build: Build):
+        mla, hidden = config.mla, config.hidden_size
+        self.config = config
+        head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        queries = config.num_heads * head
+        kv_a = (f"{name}.kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim)
+        bias = config.attention_bias
+        if mla.q_lora_rank is None:
+            self.q_proj = Linear(f"{name}.q_proj", hidden, queries, build, out_axis="heads")
+            self.a_proj = FusedLinear((kv_a[0],), hidden, (kv_a[1],), build, bias=bias)
+        else:
+            q_a = (f"{name}.q_a_proj", mla.q_lora_rank)
+            names, widths = zip(q_a, kv_a, strict=True)
+            self.a_proj = FusedLinear(names, hidden, widths, build, bias=bias)
+            self.q_a_layernorm = RmsNorm(
+                f"{name}.q_a_layernorm", mla.q_lora_rank, MLA_NORM_EPS, build
+            )
+            self.q_b_proj = Linear(
+                f"{name}.q_b_proj", mla.q_lora_rank, queries, build, out_axis="heads"
+            )
+        self.kv_a_layernorm = RmsNorm(
+            f"{name}.kv_a_layernorm", mla.kv_lora_rank, MLA_NORM_EPS, build
+        )
+        self.kv_b_proj = AbsorbedKvB(f"{name}.kv_b_proj", config, build)
+        self.o_proj = Linear(
+            f"{name}.o_proj",
+            config.num_heads * mla.v_head_dim,
+            hidden,
+            build,
+            in_axis="heads",
+            bias=bias,
+        )
+
+    @staticmethod
+    def cache_shapes(config: ModelConfig, tensor_devices: int = 1) -> tuple[tuple[int, ...], ...]:
+        """Per-token shapes of the latent and the rope key; every device holds both whole."""
+        return (config.mla.kv_lora_rank,), (config.mla.qk_rope_head_dim,)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        positions: Int[Array, " tokens"],
+        token_slots: Int[Array, " tokens"],
+        cache: LayerCache,
+    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
+        mla, rope = self.config.mla, self.config.rope
+        *q_a, kv_a = self.a_proj(x, token_slots)
+        if mla.q_lora_rank is None:
+            q = self.q_proj(x, token_slots)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(q_a[0]), token_slots)
+        q = q.reshape(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        q_nope, q_rope = jnp.split(q, [mla.qk_nope_head_dim], axis=-1)
+        latent, k_rope = jnp.split(kv_a, [mla.kv_lora_rank], axis=-1)
+        cache = cache._replace(
+            first=write_pages(cache.first, self.kv_a_layernorm(latent), cache.view),
+            second=write_pages(
+                cache.second, apply_rope(k_rope[:, None], positions, rope)[:, 0], cache.view
+            ),
+        )
+        attended = paged_latent_attention(
+            self.kv_b_proj.absorb_query(q_nope, token_slots),
+            apply_rope(q_rope, positions, rope),
+            cache.first,
+            cache.second,
+            cache.view,
+            scale=mla_softmax_scale(rope, q.shape[-1]),
+        )
+        out = self.kv_b_proj.values(attended, token_slots)
+        return self.o_proj(out.reshape(x.shape[0], -1), token_slots), cache
+
+
+class AbsorbedKvB(nnx.Module):
+    """kv_b split by head into key rows (transposed) and value rows; its adapters stay whole.
+
+    Weights: k_up `[heads, kv_lora_rank, nope]`, v_up `[heads, v_head_dim, kv_lora_rank]`.
+    The adapters' B is kept in kv_b's own order, `[slots, 1, rank, heads * (nope + v)]`.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, build: Build):
+        mla, heads = config.mla, config.num_heads
+        self.mla = mla
+        self.k_up = build.weight(
+            (heads, mla.kv_lora_rank, mla.qk_nope_head_dim),
+            ("heads", None, None),
+            (f"{name}.weight",),
+            KeyRows(mla),
+        )
+        self.v_up = build.weight(
+            (heads, mla.v_head_dim, mla.kv_lora_rank),
+            ("heads", None, None),
+            (f"{name}.weight",),
+            ValueRows(mla),
+        )
+        width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        projection = Projection(name, mla.kv_lora_rank, width)
+        self.slots = adapter_slots(projection, build, out_axis="heads")
+
+    def absorb_query(
+        self, q_nope: Float[Array, "tokens heads nope"], token_slots: Int[Array, " tokens"]
+    ) -> Float[Array, "tokens heads latent"]:
+        """q_nope in the latent's space."""
+        lora = self._lora()
+        if lora is not None:
+            a, b_key, _, scaling = lora
+            lora = Lora(b_key, a, scaling)
+        return _per_head(q_nope, self.k_up[...], token_slots, lora)
+
+    def values(
+        self, attended: Float[Array, "tokens heads latent"], token_slots: Int[Array, " tokens"]
+    ) -> Float[Array, "tokens heads v"]:
+        """The values of attention-weighted latents."""
+        lora = self._lora()
+        if lora is not None:
+            a, _, b_value, scaling = lora
+            lora = Lora(a, b_value, scaling)
+        return _per_head(attended, self.v_up[...], token_slots, lora)
+
+    def _lora(self):
+        """A `[slots, 1, rank, latent]`, B by head `[slots, heads, rank, nope | v]`, scaling."""
+        if self.slots is None:
+            return None
+        a, b, scaling = self.slots.lora()
+        slots, _, rank, _ = b.shape
+        head = self.mla.qk_nope_head_dim + self.mla.v_head_dim
+        b = jnp.swapaxes(b.reshape(slots, rank, -1, head), 1, 2)
+        b_key, b_value = jnp.split(b, [self.mla.qk_nope_head_dim], axis=-1)
+        return a, b_key, b_value, scaling
+
+
+def _per_head(x: jax.Array, w: jax.Array, token_slots: jax.Array, lora: Lora | None) -> jax.Array:
+    """x `[tokens, heads, in]` times w `[heads, out, in]` of its head: `[tokens, heads, out]`."""
+    tokens, heads, width = x.shape
+    rows = jnp.swapaxes(x, 0, 1).reshape(heads * tokens, width)
+    sizes = jnp.full(heads, tokens, jnp.int32)
+    y = grouped_lora_matmul(rows, w, sizes, jnp.tile(token_slots, heads), (lora,))
+    return jnp.swapaxes(y.reshape(heads, tokens, -1), 0, 1)
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """k_up from kv_b: each head's key rows, transposed."""
+
+    mla: MlaConfig
+
+    def load(self, kv_b: np.ndarray) -> np.ndarray:
+        return _by_head(kv_b, self.mla)[:, : self.mla.qk_nope_head_dim].transpose(0, 2, 1)
+
+    def store(self, parameter: np.ndarray) -> tuple[np.ndarray, ...]:
+        return (parameter.transpose(0, 2, 1),)
+
+
+@dataclass(frozen=True)
+class ValueRows:
+    """v_up from kv_b: each head's value rows."""
+
+    mla: MlaConfig
+
+    def load(self, kv_b: np.ndarray) -> np.ndarray:
+        return _by_head(kv_b, self.mla)[:, self.mla.qk_nope_head_dim :]
+
+    def store(self, parameter: np.ndarray) -> tuple[np.ndarray, ...]:
+        return (parameter,)
+
+
+def _by_head(kv_b: np.ndarray, mla: MlaConfig) -> np.ndarray:
+    return kv_b.reshape(-1, mla.qk_nope_head_dim + mla.v_head_dim, kv_b.shape[-1])

@@ -1,0 +1,112 @@
+"""From a configuration, and maybe a checkpoint, to a model on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from lora_moe_jax.adapters.projection import Projection
+from lora_moe_jax.checkpoint.reader import Checkpoint
+from lora_moe_jax.config.model import ModelConfig
+from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
+from lora_moe_jax.layers.build import Build, SlotConfig
+from lora_moe_jax.models import deepseek, qwen3, qwen3_moe
+from lora_moe_jax.models.decoder import Decoder
+from lora_moe_jax.parallel.mesh import mesh_axes
+from lora_moe_jax.parallel.sharding import named_sharding, sharding_rules
+
+FAMILIES = {
+    "qwen3": qwen3.make_layer,
+    "qwen3_moe": qwen3_moe.make_layer,
+    "deepseek_v2": deepseek.make_layer,
+    "deepseek_v3": deepseek.make_layer,
+}
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: str = "bfloat16",
+    adapters: SlotConfig | None = None,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+) -> Decoder:
+    """A model with random weights, all on one device; `load_model` splits over a mesh."""
+    rules = tuple(sharding_rules(config, mesh).items())
+    build = Build(nnx.Rngs(seed), dtype, adapters, mesh_axes(mesh), rules)
+    return Decoder(config, build, FAMILIES[config.family])
+
+
+def abstract_model(config: ModelConfig, **options) -> Decoder:
+    """`build_model` without any memory: arrays are shapes and dtypes."""
+    return nnx.eval_shape(lambda: build_model(config, **options))
+
+
+def projections(model: Decoder) -> dict[str, Projection]:
+    """The projections that have adapter slots, by name."""
+    found = (node for _, node in nnx.iter_graph(model) if isinstance(node, AdapterSlots))
+    return {slots.projection.name: slots.projection for slots in found}
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    adapters: SlotConfig | None = None,
+    mesh: Mesh | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Decoder:
+    """Reads a checkpoint tensor by tensor straight to the device, split as the mesh asks.
+
+    Args:
+      progress: called with the parameters done and their number.
+    """
+    model = abstract_model(config, dtype=dtype, adapters=adapters, mesh=mesh)
+    rules = sharding_rules(config, mesh)
+    graph, state = nnx.split(model)
+    flat = dict(nnx.to_flat_state(state))
+    for done, (path, variable) in enumerate(flat.items()):
+        sharding = (
+            None if mesh is None else named_sharding(variable.get_metadata("axes"), rules, mesh)
+        )
+        if isinstance(variable, LoraParam):
+            array = jnp.zeros(variable.shape, variable.dtype, device=sharding)
+        else:
+            array = _read_parameter(checkpoint, variable, sharding)
+        flat[path] = variable.replace(array)
+        progress(done + 1, len(flat))
+    return nnx.merge(graph, nnx.from_flat_state(flat.items()))
+
+
+def _read_parameter(checkpoint: Checkpoint, variable, sharding) -> jax.Array:
+    dtype = variable.dtype
+    tensors = variable.get_metadata("tensors")
+    layout = variable.get_metadata("layout")
+    value = layout.load(*(checkpoint.read(name, dtype=dtype) for name in tensors))
+    # The device's copy must be its own: a view of the mapped file would keep the file open.
+    return jax.device_put(np.ascontiguousarray(value), sharding, may_alias=False)
+
+
+def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
+    """The base weights under their checkpoint names, one at a time, for `write_checkpoint`.
+
+    Parameters that share one tensor (kv_b's key and value rows) are its rows by head, in order.
+    """
+    _, state = nnx.split(model)
+    base = [v for _, v in nnx.to_flat_state(state) if not isinstance(v, LoraParam)]
+    by_tensors: Mapping[tuple[str, ...], list] = {}
+    for variable in base:
+        by_tensors.setdefault(variable.get_metadata("tensors"), []).append(variable)
+    for names, variables in by_tensors.items():
+        stored = [v.get_metadata("layout").store(np.asarray(v[...])) for v in variables]
+        if len(stored) == 1:
+            yield from zip(names, stored[0], strict=True)
+        else:
+            rows = np.concatenate([arrays[0] for arrays in stored], axis=1)
+            yield names[0], rows.reshape(-1, rows.shape[-1])

@@ -1,0 +1,16 @@
+"""Qwen3: grouped-query attention with q/k norms, dense gated MLP."""
+
+from __future__ import annotations
+
+from lora_moe_jax.config.model import ModelConfig
+from lora_moe_jax.layers.attention import Attention
+from lora_moe_jax.layers.build import Build
+from lora_moe_jax.layers.mlp import Mlp
+from lora_moe_jax.models.decoder import DecoderLayer
+
+
+def make_layer(name: str, config: ModelConfig, index: int, build: Build) -> DecoderLayer:
+    """One decoder layer; every layer is alike."""
+    attention = Attention(f"{name}.self_attn", config, build)
+    mlp = Mlp(f"{name}.mlp", config.hidden_size, config.intermediate_size, build)
+    return DecoderLayer(name, config, build, attention, mlp)

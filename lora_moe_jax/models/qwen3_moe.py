@@ -1,0 +1,20 @@
+"""Qwen3-MoE: Qwen3's attention, routed experts in most layers, softmax router."""
+
+from __future__ import annotations
+
+from lora_moe_jax.config.model import ModelConfig
+from lora_moe_jax.layers.attention import Attention
+from lora_moe_jax.layers.build import Build
+from lora_moe_jax.layers.experts import MoeMlp
+from lora_moe_jax.layers.mlp import Mlp
+from lora_moe_jax.models.decoder import DecoderLayer
+
+
+def make_layer(name: str, config: ModelConfig, index: int, build: Build) -> DecoderLayer:
+    """One decoder layer, sparse where the configuration says so."""
+    attention = Attention(f"{name}.self_attn", config, build)
+    if config.moe.sparse_layers[index]:
+        mlp = MoeMlp(f"{name}.mlp", config, build)
+    else:
+        mlp = Mlp(f"{name}.mlp", config.hidden_size, config.intermediate_size, build)
+    return DecoderLayer(name, config, build, attention, mlp)

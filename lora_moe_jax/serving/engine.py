@@ -1,0 +1,508 @@
+"""The engine: one base model, a bank of adapters, and requests that mix them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lora_moe_jax.adapters import Adapter, read_adapter
+from lora_moe_jax.adapters.registry import AdapterInfo, AdapterRegistry
+from lora_moe_jax.checkpoint.reader import Checkpoint
+from lora_moe_jax.config.model import ModelConfig
+from lora_moe_jax.config.reader import read_config
+from lora_moe_jax.errors import AdapterError, RequestError
+from lora_moe_jax.layers.build import SlotConfig
+from lora_moe_jax.models.build import load_model
+from lora_moe_jax.serving import validate
+from lora_moe_jax.serving.compile_guard import compile_count, no_compile
+from lora_moe_jax.serving.options import EngineOptions, slot_config
+from lora_moe_jax.serving.pages import PagePool
+from lora_moe_jax.serving.progress import progress_bar
+from lora_moe_jax.serving.request import (
+    Completion,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Request,
+    Score,
+    ScoreRequest,
+)
+from lora_moe_jax.serving.sampler import SamplingRows
+from lora_moe_jax.serving.sampling_params import SamplingParams
+from lora_moe_jax.serving.scheduler import Chunk, Scheduler, StepBatch
+from lora_moe_jax.serving.steps import ModelArrays, Steps, allocate_pages
+from lora_moe_jax.serving.text import TextCodec, TextStream
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine was built, and what it holds.
+
+    `compilations` counts the whole process; after warm-up it stays as it is.
+    """
+
+    compilations: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    adapters: int
+    free_adapter_slots: int
+    running: int
+    waiting: int
+    free_pages: int
+    total_pages: int
+    bank_bytes: int
+    cache_bytes: int
+
+
+class Engine:
+    """Scores and generates with any mix of adapters over one base model.
+
+    Build it with `from_pretrained`. Not thread-safe: use it from one thread.
+    """
+
+    def __init__(
+        self,
+        arrays: ModelArrays,
+        config: ModelConfig,
+        codec: TextCodec | None,
+        steps: Steps,
+        options: EngineOptions,
+    ):
+        self.config = config
+        self.options = options
+        self.codec = codec
+        self.bank = arrays.bank
+        self._steps = steps
+        self._registry = AdapterRegistry(options.max_adapters)
+        self._scheduler = Scheduler(
+            PagePool(options.pages, options.page_size),
+            rows=options.max_requests,
+            pages_per_request=options.pages_per_request,
+            token_buckets=options.token_buckets,
+            prefill_chunk=options.prefill_chunk,
+        )
+        self._streams: dict[Request, TextStream | None] = {}
+        self._deltas: dict[Request, deque[Delta]] = {}
+        self._counts = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike,
+        *,
+        dtype: str = "bfloat16",
+        max_adapters: int = 8,
+        max_rank: int = 32,
+        target_modules: Sequence[str] | None = None,
+        shared_outer: bool = False,
+        mesh: Mesh | None = None,
+        max_requests: int = 8,
+        max_length: int | None = None,
+        page_size: int = 16,
+        token_buckets: Sequence[int] | None = None,
+        prefill_chunk: int | None = None,
+        progress: bool = False,
+    ) -> Engine:
+        """Loads a Hugging Face folder, compiles every step, and is ready to serve.
+
+        Args:
+          folder: config.json, safetensors, and tokenizer.json if text is wanted.
+          dtype: of weights, activations and cache: "bfloat16" or "float32".
+          max_adapters: adapter slots.
+          max_rank: the largest rank that fits into a slot.
+          target_modules: module names (`q_proj`, `experts.gate_proj`, …) that adapters may
+            target; all of them by default. Others get no slots and cost nothing.
+          shared_outer: keep one outer factor for all experts of a layer; only adapters that
+            share theirs can then be loaded.
+          mesh: devices to split over, with axes named "tensor" and "expert".
+          max_requests: requests that run at the same time.
+          max_length: most tokens of one request, prompt and output together. Default: 1024, or
+            what the model was made for if that is less.
+          page_size: tokens of a cache page.
+          token_buckets: sizes of the flat batch that steps are compiled for. Default: one for
+            generation and one for prompts.
+          prefill_chunk: most tokens of one prompt in one step. Default: the largest bucket.
+          progress: show progress bars on stderr.
+
+        Raises:
+          ConfigError: the model or the mesh is not supported, or an option is out of range.
+          CheckpointError: the weights are damaged or do not belong to the configuration.
+        """
+        config = read_config(folder)
+        options = EngineOptions.resolve(
+            config,
+            dtype=dtype,
+            max_adapters=max_adapters,
+            max_rank=max_rank,
+            max_requests=max_requests,
+            max_length=max_length,
+            page_size=page_size,
+            token_buckets=token_buckets,
+            prefill_chunk=prefill_chunk,
+        )
+        checkpoint = Checkpoint.open(folder, config)
+        codec = TextCodec.from_folder(folder)
+        slots: SlotConfig = slot_config(config, options, target_modules, shared_outer)
+        with progress_bar("loading weights", shown=progress) as bar:
+            model = load_model(
+                checkpoint, config, dtype=dtype, adapters=slots, mesh=mesh, progress=bar.update
+            )
+        arrays = ModelArrays(model, config, mesh)
+        pages = allocate_pages(
+            model, config, mesh, pages=options.pages, page_size=page_size, dtype=dtype
+        )
+        with progress_bar("compiling steps", shown=progress) as bar:
+            steps = Steps(
+                arrays,
+                config,
+                pages,
+                token_buckets=options.token_buckets,
+                requests=max_requests,
+                pages_per_request=options.pages_per_request,
+                progress=bar.update,
+            )
+            arrays.bank.warm_up()
+        return cls(arrays, config, codec, steps, options)
+
+    # Adapters
+
+    def load_adapter(self, name: str, source: str | os.PathLike | Adapter) -> AdapterInfo:
+        """Loads an adapter folder (or one in memory) under a name; replaces one of that name.
+
+        Raises:
+          AdapterError: it cannot be served exactly, no slot is free, or requests are using the
+            adapter of that name. Nothing has changed then.
+        """
+        slot = self._registry.slot_for(name)
+        self._refuse_in_use(name)
+        if isinstance(source, Adapter):
+            adapter = source
+        else:
+            adapter = read_adapter(source, self.bank.projections, max_rank=self.options.max_rank)
+        with no_compile(f"loading the adapter {name!r}"):
+            self.bank.write(slot, adapter)
+        return self._registry.add(
+            name,
+            slot,
+            rank=adapter.rank,
+            layout=adapter.layout,
+            targets=adapter.targets,
+            nbytes=adapter.nbytes,
+        )
+
+    def unload_adapter(self, name: str) -> None:
+        """Frees the slot of an adapter.
+
+        Raises:
+          AdapterError: it is not loaded, or requests are using it.
+        """
+        self._registry.get(name)
+        self._refuse_in_use(name)
+        self._registry.remove(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The loaded adapters."""
+        return list(self._registry)
+
+    def _refuse_in_use(self, name: str) -> None:
+        users = [r for r in self._deltas if r.adapter is not None and r.adapter.name == name]
+        if users:
+            raise AdapterError(
+                "the adapter is in use",
+                key=name,
+                expected="no unfinished request that uses it",
+                found=f"{len(users)} unfinished request(s)",
+                hint="finish or close their streams first, or load under another name",
+            )
+
+    # Requests
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapters: Sequence[str | None] | None = None,
+    ) -> list[Completion]:
+        """Generates for every prompt, all in one batch as far as they fit.
+
+        Args:
+          prompts: strings or lists of token ids.
+          params: one for all, or one for each.
+          adapters: the adapter of each prompt, None for the base model.
+
+        Raises:
+          RequestError: a request that cannot be served; none has been started then.
+        """
+        completions = {}
+        for delta in self.stream(prompts, params, adapters):
+            if delta.completion is not None:
+                completions[delta.index] = delta.completion
+        return [completions[index] for index in range(len(prompts))]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapters: Sequence[str | None] | None = None,
+    ) -> Iterator[Delta]:
+        """`generate`, one token at a time as they come. Closing the iterator ends the requests.
+
+        Raises:
+          RequestError: at once, before the iterator is returned.
+        """
+        prompts = validate.sequence_of_prompts(prompts)
+        settings = validate.one_each("params", params or SamplingParams(), len(prompts))
+        requests = []
+        for index, (prompt, chosen) in enumerate(zip(prompts, settings, strict=True)):
+            tokens = self._token_ids(prompt, f"prompts[{index}]")
+            validate.params(chosen, f"params[{index}]", has_text=self.codec is not None)
+            request = GenerateRequest(
+                index=index,
+                tokens=tokens,
+                prompt_length=len(tokens),
+                adapter=None,
+                params=chosen,
+                seed=secrets.randbits(32) if chosen.seed is None else chosen.seed,
+            )
+            self._check_length(request, f"prompts[{index}]", chosen.max_tokens)
+            requests.append(request)
+        self._choose_adapters(requests, adapters)
+        return self._run(requests)
+
+    def score(
+        self,
+        token_ids: Sequence[Prompt],
+        adapters: Sequence[str | None] | None = None,
+        return_logits: bool = False,
+    ) -> list[Score]:
+        """Logprobs of given sequences, equal bit for bit to those of generating them.
+
+        Raises:
+          RequestError: a sequence that cannot be scored; none has been started then.
+        """
+        requests = []
+        for index, prompt in enumerate(validate.sequence_of_prompts(token_ids)):
+            tokens = self._token_ids(prompt, f"token_ids[{index}]")
+            request = ScoreRequest(
+                index=index,
+                tokens=tokens,
+                prompt_length=len(tokens),
+                adapter=None,
+                return_logits=return_logits,
+            )
+            self._check_length(request, f"token_ids[{index}]", 0)
+            requests.append(request)
+        self._choose_adapters(requests, adapters)
+        for _ in self._run(requests):
+            raise AssertionError("scoring yields no tokens")
+        return [_score(request) for request in requests]
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, by the checkpoint's chat template, to use as a prompt."""
+        if self.codec is None:
+            raise RequestError(
+                "the model folder has no tokenizer.json", key="messages", hint="pass token ids"
+            )
+        return self.codec.chat(messages)
+
+    def stats(self) -> EngineStats:
+        """Counters and sizes."""
+        pool, adapters = self._scheduler.pool, len(self.adapters())
+        return EngineStats(
+            compilations=compile_count(),
+            **self._counts,
+            adapters=adapters,
+            free_adapter_slots=self.options.max_adapters - adapters,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            free_pages=pool.free,
+            total_pages=pool.total,
+            bank_bytes=self.bank.nbytes,
+            cache_bytes=sum(array.nbytes for array in jax.tree.leaves(self._steps.pages)),
+        )
+
+    def _token_ids(self, prompt: Prompt, key: str) -> list[int]:
+        if isinstance(prompt, str):
+            if self.codec is None:
+                raise RequestError(
+                    "the model folder has no tokenizer.json", key=key, hint="pass token ids"
+                )
+            prompt = self.codec.encode(prompt)
+        return validate.token_ids(prompt, key, self.config.vocab_size)
+
+    def _check_length(self, request: Request, key: str, max_tokens: int) -> None:
+        total = request.prompt_length + max_tokens
+        if total > self.options.max_length:
+            raise RequestError(
+                "the request is longer than the cache",
+                key=key,
+                expected=f"at most {self.options.max_length} tokens, prompt and output together",
+                found=f"{request.prompt_length} prompt tokens and max_tokens {max_tokens}",
+                hint="shorten it, or build the engine with a larger max_length",
+            )
+
+    def _choose_adapters(self, requests: list, adapters: Sequence[str | None] | None) -> None:
+        names = validate.one_each("adapters", adapters, len(requests))
+        for index, (request, name) in enumerate(zip(requests, names, strict=True)):
+            try:
+                request.adapter = None if name is None else self._registry.get(name)
+            except AdapterError as error:
+                raise RequestError(
+                    "the request names an adapter that is not loaded",
+                    key=f"adapters[{index}]",
+                    expected=error.expected,
+                    found=repr(name),
+                    hint="load it with load_adapter",
+                ) from error
+
+    # The loop
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[Delta]:
+        """Steps the engine until these requests are done; others that are running go along."""
+        for request in requests:
+            self._deltas[request] = deque()
+            if isinstance(request, GenerateRequest) and self.codec is not None:
+                self._streams[request] = TextStream(self.codec, request.params.stop)
+        self._scheduler.add(requests)
+        return self._drain(requests)
+
+    def _drain(self, requests: Sequence[Request]) -> Iterator[Delta]:
+        try:
+            unfinished = list(requests)
+            while unfinished:
+                for request in list(unfinished):
+                    while self._deltas[request]:
+                        yield self._deltas[request].popleft()
+                    if request.done:
+                        unfinished.remove(request)
+                if unfinished:
+                    self._step()
+        finally:
+            for request in requests:
+                self._scheduler.finish(request)
+                self._deltas.pop(request, None)
+                self._streams.pop(request, None)
+
+    def _step(self) -> None:
+        batch = self._scheduler.next_batch()
+        with no_compile("a step"):
+            hidden = self._steps.forward(batch.device_arrays())
+            self._sample(batch, hidden)
+            self._score(batch, hidden)
+        self._counts["steps"] += 1
+        for chunk in batch.chunks:
+            request = chunk.request
+            inside_prompt = min(chunk.start + chunk.length, request.prompt_length) - chunk.start
+            self._counts["prompt_tokens"] += max(inside_prompt, 0)
+            if isinstance(request, ScoreRequest) and chunk.completes:
+                self._finish(request)
+
+    def _sample(self, batch: StepBatch, hidden: jax.Array) -> None:
+        chunks = [c for c in batch.chunks if c.samples]
+        if not chunks:
+            return
+        rows, slots, settings = _sampling_rows(chunks, self.options.max_requests)
+        tokens, logprobs = self._steps.sample(hidden, rows, slots, settings)
+        for chunk, token, logprob in zip(chunks, tokens.tolist(), logprobs.tolist(), strict=False):
+            self._take_token(chunk.request, token, logprob)
+
+    def _take_token(self, request: GenerateRequest, token: int, logprob: float) -> None:
+        request.tokens.append(token)
+        request.logprobs.append(logprob)
+        self._counts["generated_tokens"] += 1
+        stream = self._streams.get(request)
+        text = None if stream is None else stream.push(token)
+        reason = self._finish_reason(request, token, stream)
+        completion = None
+        if reason is not None:
+            self._finish(request)
+            text = None if stream is None else text + stream.finish()
+            completion = _completion(request, reason, stream)
+        shown = logprob if request.params.logprobs else None
+        self._deltas[request].append(Delta(request.index, token, shown, text, completion))
+
+    def _finish_reason(self, request, token, stream) -> FinishReason | None:
+        params = request.params
+        ends = () if params.ignore_eos else self.config.eos_token_ids
+        if token in ends or token in params.stop_token_ids or (stream and stream.stopped):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(request.generated) == params.max_tokens else None
+
+    def _score(self, batch: StepBatch, hidden: jax.Array) -> None:
+        chunks = [c for c in batch.chunks if isinstance(c.request, ScoreRequest)]
+        if not chunks:
+            return
+        targets = np.zeros(len(batch.tokens), np.int32)
+        for chunk in chunks:
+            after = chunk.request.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
+            targets[chunk.offset : chunk.offset + len(after)] = after
+        logprobs, logits = self._steps.score(hidden, batch.token_slots, targets)
+        wanted = any(chunk.request.return_logits for chunk in chunks)
+        logits = np.asarray(logits) if wanted else None
+        for chunk in chunks:
+            rows = slice(chunk.offset, chunk.offset + chunk.length)
+            chunk.request.logprobs.append(logprobs[rows])
+            if chunk.request.return_logits:
+                chunk.request.logits.append(logits[rows])
+
+    def _finish(self, request: Request) -> None:
+        request.done = True
+        self._scheduler.finish(request)
+
+
+def _sampling_rows(chunks: Sequence[Chunk], size: int) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Row numbers, slots and settings of the chunks' last rows, padded to `size` rows."""
+    rows, slots = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+    settings = SamplingRows(
+        temperature=np.zeros(size, np.float32),
+        top_k=np.zeros(size, np.int32),
+        top_p=np.ones(size, np.float32),
+        min_p=np.zeros(size, np.float32),
+        seed=np.zeros(size, np.uint32),
+        step=np.zeros(size, np.int32),
+    )
+    for i, chunk in enumerate(chunks):
+        request, params = chunk.request, chunk.request.params
+        rows[i] = chunk.offset + chunk.length - 1
+        slots[i] = request.slot
+        settings.temperature[i] = params.temperature
+        settings.top_k[i] = params.top_k
+        settings.top_p[i] = params.top_p
+        settings.min_p[i] = params.min_p
+        settings.seed[i] = request.seed
+        settings.step[i] = len(request.generated)
+    return rows, slots, settings
+
+
+def _completion(
+    request: GenerateRequest, reason: FinishReason, stream: TextStream | None
+) -> Completion:
+    return Completion(
+        text=None if stream is None else stream.text,
+        token_ids=list(request.generated),
+        logprobs=list(request.logprobs) if request.params.logprobs else None,
+        finish_reason=reason,
+        adapter=None if request.adapter is None else request.adapter.name,
+        adapter_version=None if request.adapter is None else request.adapter.version,
+        prompt_token_ids=request.tokens[: request.prompt_length],
+    )
+
+
+def _score(request: ScoreRequest) -> Score:
+    return Score(
+        logprobs=np.concatenate(request.logprobs)[:-1],
+        logits=np.concatenate(request.logits) if request.return_logits else None,
+        adapter=None if request.adapter is None else request.adapter.name,
+        adapter_version=None if request.adapter is None else request.adapter.version,
+    )

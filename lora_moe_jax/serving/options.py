@@ -1,0 +1,124 @@
+"""The engine's sizes, checked and completed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lora_moe_jax.config.model import ModelConfig
+from lora_moe_jax.errors import ConfigError
+from lora_moe_jax.layers.build import SlotConfig
+from lora_moe_jax.models.build import abstract_model, projections
+
+DTYPES = ("bfloat16", "float32")
+DEFAULT_MAX_LENGTH = 1024
+DEFAULT_PREFILL_TOKENS = 128
+SMALLEST_BUCKET = 8
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes that every compiled step is built from. See `Engine.from_pretrained`."""
+
+    dtype: str
+    max_adapters: int
+    max_rank: int
+    max_requests: int
+    max_length: int
+    page_size: int
+    token_buckets: tuple[int, ...]
+    prefill_chunk: int
+
+    @property
+    def pages_per_request(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the cache: every running request may be as long as any."""
+        return self.max_requests * self.pages_per_request
+
+    @classmethod
+    def resolve(
+        cls,
+        config: ModelConfig,
+        *,
+        dtype: str,
+        max_length: int | None,
+        token_buckets: Sequence[int] | None,
+        prefill_chunk: int | None,
+        **sizes: int,
+    ) -> EngineOptions:
+        """Checks what the caller gave and fills in the rest.
+
+        Raises:
+          ConfigError: a value out of range.
+        """
+        if dtype not in DTYPES:
+            raise ConfigError("unknown dtype", key="dtype", expected=f"{DTYPES}", found=repr(dtype))
+        for key, value in sizes.items():
+            _check_size(key, value, minimum=0 if key == "max_adapters" else 1)
+        if max_length is None:
+            max_length = min(DEFAULT_MAX_LENGTH, config.max_position)
+        _check_size("max_length", max_length, maximum=config.max_position)
+        if token_buckets is None:
+            generation = max(SMALLEST_BUCKET, sizes["max_requests"])
+            token_buckets = (generation, max(DEFAULT_PREFILL_TOKENS, generation))
+        for size in token_buckets:
+            _check_size("token_buckets", size, minimum=sizes["max_requests"])
+        buckets = tuple(
+            sorted({-(-size // SMALLEST_BUCKET) * SMALLEST_BUCKET for size in token_buckets})
+        )
+        if prefill_chunk is None:
+            prefill_chunk = buckets[-1]
+        _check_size("prefill_chunk", prefill_chunk)
+        return cls(
+            dtype=dtype,
+            max_length=max_length,
+            token_buckets=buckets,
+            prefill_chunk=prefill_chunk,
+            **sizes,
+        )
+
+
+def slot_config(
+    config: ModelConfig,
+    options: EngineOptions,
+    target_modules: Sequence[str] | None,
+    shared_outer: bool,
+) -> SlotConfig | None:
+    """The adapter slots to build; None when there are to be none."""
+    if options.max_adapters == 0:
+        return None
+    slots = SlotConfig(
+        options.max_adapters, options.max_rank, options.dtype, shared_outer=shared_outer
+    )
+    if target_modules is None:
+        return slots
+    every = projections(abstract_model(config, dtype=options.dtype, adapters=slots))
+    for target in target_modules:
+        if not any(_matches(name, target) for name in every):
+            raise ConfigError(
+                "the model has no module of this name",
+                key="target_modules",
+                expected=f"names among {sorted({name.rsplit('.', 1)[-1] for name in every})}",
+                found=repr(target),
+            )
+    targets = {name for name in every if any(_matches(name, target) for target in target_modules)}
+    return SlotConfig(slots.slots, slots.rank, slots.dtype, frozenset(targets), shared_outer)
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _check_size(key: str, value, minimum: int = 1, maximum: int | None = None) -> None:
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if not integer or value < minimum or (maximum is not None and value > maximum):
+        expected = f"an integer of at least {minimum}"
+        if maximum is not None:
+            expected += f" and at most {maximum}"
+        raise ConfigError(
+            "an engine option is out of range", key=key, expected=expected, found=repr(value)
+        )

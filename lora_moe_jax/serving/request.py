@@ -1,0 +1,121 @@
+"""A request on its way through the engine, and what comes out."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lora_moe_jax.adapters.registry import AdapterInfo
+from lora_moe_jax.serving.sampling_params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended: a stop token or string, or its length."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished generation.
+
+    Attributes:
+      text: the generated text, cut before a stop string; None without a tokenizer.
+      token_ids: the generated tokens, a final stop token included.
+      logprobs: each token's logprob under the model, if asked for.
+      adapter, adapter_version: what made it; None for the base model.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish_reason: FinishReason
+    adapter: str | None
+    adapter_version: int | None
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a stream yields: one token of one request.
+
+    `text` is what became readable with it (it may be empty while a character is incomplete or a
+    stop string may be starting); `completion` is set on the request's last delta.
+    """
+
+    index: int
+    token_id: int
+    logprob: float | None
+    text: str | None
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """Logprobs of a given sequence.
+
+    Attributes:
+      logprobs: float32 [S - 1], the logprob of each token after the first.
+      logits: float32 [S, V] if asked for.
+    """
+
+    logprobs: np.ndarray
+    logits: np.ndarray | None
+    adapter: str | None
+    adapter_version: int | None
+
+
+@dataclass(eq=False)
+class Request:
+    """A running request. `computed` of its `tokens` are in the cache."""
+
+    index: int
+    tokens: list[int]
+    prompt_length: int
+    adapter: AdapterInfo | None
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    done: bool = False
+
+    @property
+    def slot(self) -> int:
+        """The adapter slot, -1 for none."""
+        return -1 if self.adapter is None else self.adapter.slot
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that it will put into the cache."""
+        return self.prompt_length
+
+
+@dataclass(eq=False)
+class GenerateRequest(Request):
+    """A request whose next tokens are sampled."""
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """Tokens after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def capacity(self) -> int:
+        # The last token is never fed back.
+        return self.prompt_length + self.params.max_tokens - 1
+
+
+@dataclass(eq=False)
+class ScoreRequest(Request):
+    """A request whose own tokens are scored."""
+
+    return_logits: bool = False
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)

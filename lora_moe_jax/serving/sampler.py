@@ -1,0 +1,63 @@
+"""Choosing tokens on the device; every row by itself, with its own key."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+class SamplingRows(NamedTuple):
+    """Sampling settings of a batch, one entry for each row.
+
+    `seed` and `step` (tokens generated so far) make the row's random key.
+    """
+
+    temperature: Float[Array, " rows"]
+    top_k: Int[Array, " rows"]
+    top_p: Float[Array, " rows"]
+    min_p: Float[Array, " rows"]
+    seed: Int[Array, " rows"]
+    step: Int[Array, " rows"]
+
+
+def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows) -> Int[Array, " rows"]:
+    """The most likely token where the temperature is 0, otherwise a sample.
+
+    Filters follow the temperature: top-k, then top-p, then min-p, as in vLLM.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    filtered = jnp.any((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+
+    def draw():
+        scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
+        kept = lax.cond(filtered, _filter, lambda scaled, _: scaled, scaled, rows)
+        return jax.vmap(_gumbel_argmax)(kept, rows.seed, rows.step)
+
+    drawn = lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)
+    return jnp.where(rows.temperature > 0, drawn, greedy)
+
+
+def _gumbel_argmax(logits, seed, step):
+    key = jax.random.fold_in(jax.random.key(seed.astype(jnp.uint32)), step)
+    return jnp.argmax(logits + jax.random.gumbel(key, logits.shape)).astype(jnp.int32)
+
+
+def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Sets the logits of tokens that are filtered out to -inf; ties with the last kept stay."""
+    vocab = logits.shape[-1]
+    descending = -jnp.sort(-logits, axis=-1)
+    rank = jnp.arange(vocab)
+    k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)[:, None]
+    in_top_k = rank < k
+    probability = jax.nn.softmax(jnp.where(in_top_k, descending, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    # A row without top-p keeps its whole tail, whatever the cumulative sum rounds to.
+    in_top_p = (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
+    in_min_p = probability >= rows.min_p[:, None] * probability[:, :1]
+    kept = in_top_k & in_top_p & in_min_p
+    last = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= last, logits, -jnp.inf)

@@ -1,0 +1,73 @@
+"""How a request wants its tokens chosen, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lora_moe_jax.errors import RequestError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one request.
+
+    Attributes:
+      max_tokens: most tokens to generate.
+      temperature: 0 is greedy; otherwise logits are divided by it first.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the fewest most likely tokens whose probability adds up to this; after top_k.
+      min_p: drop tokens less likely than this share of the most likely one; after top_p.
+      seed: makes the request's samples repeatable whatever runs beside it; None draws one.
+      stop: strings that end the text; the text is cut before them.
+      stop_token_ids: token ids that end it, kept in token_ids.
+      ignore_eos: go on past the model's own end-of-text tokens.
+      logprobs: return each token's logprob under the model (before temperature and filters).
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._require("max_tokens", "an integer of at least 1", _is_int(self.max_tokens, 1))
+        self._require("temperature", "a number of at least 0", _is_number(self.temperature, 0))
+        self._require("top_k", "an integer of at least 0", _is_int(self.top_k, 0))
+        in_range = _is_number(self.top_p, 0, 1) and self.top_p > 0
+        self._require("top_p", "a number above 0, at most 1", in_range)
+        self._require("min_p", "a number from 0 to 1", _is_number(self.min_p, 0, 1))
+        seeded = self.seed is None or _is_int(self.seed, 0, 2**32 - 1)
+        self._require("seed", "None, or an integer from 0 to 2**32 - 1", seeded)
+        texts = all(isinstance(text, str) and text for text in self.stop)
+        self._require("stop", "strings that are not empty", texts)
+        ids = all(_is_int(token, 0) for token in self.stop_token_ids)
+        self._require("stop_token_ids", "token ids", ids)
+
+    def _require(self, key: str, expected: str, holds: bool) -> None:
+        if not holds:
+            raise RequestError(
+                "a sampling setting is out of range",
+                key=key,
+                expected=expected,
+                found=repr(getattr(self, key)),
+            )
+
+
+def _is_int(value, low, high=2**31 - 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value, low, high=math.inf) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and low <= value <= high

@@ -1,0 +1,146 @@
+"""Text in and out: the checkpoint's tokenizer and chat template, streaming, stop strings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from lora_moe_jax.errors import CheckpointError, RequestError
+from lora_moe_jax.strict_json import read_json_object
+
+
+class TextCodec:
+    """tokenizer.json and the chat template of a model folder."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None, tokens: Mapping[str, str]):
+        self.tokenizer = tokenizer
+        self._template = chat_template
+        self._tokens = dict(tokens)
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike) -> TextCodec | None:
+        """None if the folder has no tokenizer.json.
+
+        Raises:
+          CheckpointError: a damaged tokenizer.json or tokenizer_config.json.
+        """
+        file = Path(folder) / "tokenizer.json"
+        if not file.is_file():
+            return None
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for every fault
+            raise CheckpointError(
+                "the tokenizer cannot be read",
+                file=file,
+                key="tokenizer.json",
+                expected="a file that the tokenizers library writes",
+                found=str(error),
+            ) from error
+        settings = {}
+        if (config := Path(folder) / "tokenizer_config.json").is_file():
+            settings = read_json_object(config, CheckpointError)
+        template = settings.get("chat_template")
+        if (jinja_file := Path(folder) / "chat_template.jinja").is_file():
+            template = jinja_file.read_text(encoding="utf-8")
+        tokens = {
+            key: value["content"] if isinstance(value, dict) else value
+            for key, value in settings.items()
+            if key.endswith("_token") and isinstance(value, str | dict)
+        }
+        return cls(tokenizer, template if isinstance(template, str) else None, tokens)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds."""
+        return self.tokenizer.encode(text).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self.tokenizer.decode(list(token_ids))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant goes on.
+
+        Raises:
+          RequestError: the model has no chat template, or the template refuses the messages.
+        """
+        if self._template is None:
+            raise RequestError(
+                "the model has no chat template",
+                key="messages",
+                expected="chat_template in tokenizer_config.json, or chat_template.jinja",
+                hint="use a plain prompt",
+            )
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            text = environment.from_string(self._template).render(
+                messages=list(messages), add_generation_prompt=True, **self._tokens
+            )
+        except jinja2.TemplateError as error:
+            raise RequestError(
+                "the chat template refused the messages", key="messages", found=str(error)
+            ) from error
+        # The template writes the special tokens itself.
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _refuse(message: str):
+    raise jinja2.TemplateError(message)
+
+
+class TextStream:
+    """Text of a growing list of tokens, cut at the first stop string.
+
+    `push` returns text that can no longer be part of a stop string or of an incomplete character.
+    """
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str]):
+        self._codec = codec
+        self._stop = tuple(stop)
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._token_ids: list[int] = []
+        self.text = ""
+        self._sent = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Takes one token; `stopped` says whether a stop string is complete."""
+        self._token_ids.append(token)
+        self.text += self._decoder.step(self._codec.tokenizer, token) or ""
+        found = [at for stop in self._stop if (at := self.text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            self.text = self.text[: min(found)]
+            return self._send(len(self.text))
+        return self._send(len(self.text) - self._held_back())
+
+    def finish(self) -> str:
+        """The rest of the text, once no more tokens come."""
+        if not self.stopped:
+            whole = self._codec.decode(self._token_ids)
+            if whole.startswith(self.text):
+                self.text = whole  # what the decoder held back as incomplete
+        return self._send(len(self.text))
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that may become a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1)
+        return next(
+            (
+                length
+                for length in range(min(longest - 1, len(self.text)), 0, -1)
+                if any(stop.startswith(self.text[-length:]) for stop in self._stop)
+            ),
+            0,
+        )
+
+    def _send(self, end: int) -> str:
+        start, self._sent = self._sent, max(self._sent, end)
+        return self.text[start : self._sent]

@@ -1,0 +1,80 @@
+"""Checks of what callers pass to the engine; each failure is a RequestError naming the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lora_moe_jax.errors import RequestError
+from lora_moe_jax.serving.sampling_params import SamplingParams
+
+
+def sequence_of_prompts(prompts) -> list:
+    """A list of prompts; a lone string or list of token ids is a common slip."""
+    if isinstance(prompts, np.ndarray):
+        prompts = list(prompts)
+    lone_tokens = isinstance(prompts, Sequence) and any(_is_token(item) for item in prompts)
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or lone_tokens:
+        raise RequestError(
+            "prompts must be a list, one entry for each request",
+            key="prompts",
+            expected="a list of strings or of lists of token ids",
+            found=type(prompts).__name__,
+            hint="put a single prompt into a list",
+        )
+    return list(prompts)
+
+
+def token_ids(prompt, key: str, vocab_size: int) -> list[int]:
+    """Checked token ids as Python integers."""
+    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str | bytes):
+        raise RequestError(
+            "a prompt must be a string or token ids",
+            key=key,
+            expected="a string or a list of integers",
+            found=type(prompt).__name__,
+        )
+    for i, token in enumerate(prompt):
+        if not _is_token(token) or not 0 <= token < vocab_size:
+            raise RequestError(
+                "a token id is out of range",
+                key=f"{key}[{i}]",
+                expected=f"an integer from 0 to {vocab_size - 1}",
+                found=repr(token),
+            )
+    if len(prompt) == 0:
+        raise RequestError("a prompt is empty", key=key, expected="at least one token", found="0")
+    return [int(token) for token in prompt]
+
+
+def one_each(key: str, values, count: int) -> list:
+    """A list with an entry for each request; a single value or None stands for all of them."""
+    if values is None or isinstance(values, str | SamplingParams):
+        return [values] * count
+    if not isinstance(values, Sequence) or len(values) != count:
+        found = len(values) if isinstance(values, Sequence) else type(values).__name__
+        raise RequestError(
+            f"{key} must have one entry for each prompt", key=key, expected=str(count), found=found
+        )
+    return list(values)
+
+
+def params(value, key: str, *, has_text: bool) -> None:
+    """Settings that this engine can follow."""
+    if not isinstance(value, SamplingParams):
+        raise RequestError(
+            "sampling settings must be SamplingParams", key=key, found=type(value).__name__
+        )
+    if value.stop and not has_text:
+        raise RequestError(
+            "stop strings need a tokenizer",
+            key=f"{key}.stop",
+            expected="tokenizer.json in the model folder",
+            found="none",
+            hint="use stop_token_ids",
+        )
+
+
+def _is_token(value) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)

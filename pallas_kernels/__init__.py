@@ -1,0 +1,28 @@
+"""Grouped low-rank matrix products and paged attention for mixtures of adapters, in JAX.
+
+Each operation has a folder: `api.py` (the public function and its contract), `reference.py` (the
+obviously correct definition that tests compare against), `xla.py` (plain JAX, runs everywhere).
+This package depends on JAX alone.
+"""
+
+from pallas_kernels.grouped_lora_matmul.api import Lora, grouped_lora_matmul, lora_matmul
+from pallas_kernels.paged_attention.api import (
+    PageView,
+    paged_attention,
+    paged_latent_attention,
+    write_pages,
+)
+from pallas_kernels.routing_plan.api import RoutingPlan, combine, routing_plan
+
+__all__ = [
+    "Lora",
+    "PageView",
+    "RoutingPlan",
+    "combine",
+    "grouped_lora_matmul",
+    "lora_matmul",
+    "paged_attention",
+    "paged_latent_attention",
+    "routing_plan",
+    "write_pages",
+]

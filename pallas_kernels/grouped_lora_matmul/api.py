@@ -1,0 +1,137 @@
+"""`grouped_lora_matmul`: the one operation behind expert, dense and latent-attention LoRA.
+
+    y[t] = x[t] · W[g(t)]ᵀ + s[a(t), g(t)] · (x[t] · A[a(t), g(t)]ᵀ) · B[a(t), g(t)]
+
+Letters: M rows, K input width, N output width, G groups (experts, heads, or 1), S adapter slots,
+R the bank's rank, g(t) the group of row t, a(t) its adapter slot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_lora_matmul import xla
+
+
+class Lora(NamedTuple):
+    """The adapter slots of one projection.
+
+    Attributes:
+      a: `[S, G or 1, R, K]`. One matrix per slot and group, or one per slot for all groups
+        (a shared outer factor). Rows at and past an adapter's own rank are zero.
+      b: `[S, G or 1, R, N]`.
+      scaling: float32 `[S, G or 1]`, applied to x·Aᵀ and never folded into B.
+    """
+
+    a: Float[Array, "slots a_groups rank k"]
+    b: Float[Array, "slots b_groups rank n"]
+    scaling: Float[Array, "slots s_groups"]
+
+
+IMPLEMENTATIONS = ("xla",)
+
+
+def grouped_lora_matmul(
+    x: Float[Array, "rows k"],
+    w: Float[Array, "groups n k"],
+    group_sizes: Int[Array, " groups"],
+    row_slots: Int[Array, " rows"] | None = None,
+    lora: tuple[Lora | None, ...] = (),
+    *,
+    parts: tuple[int, ...] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "rows n"]:
+    """Multiplies each row by its group's weight and adds its adapter's low-rank product.
+
+    Row order: rows of one group are contiguous and groups follow each other in order, so group 0
+    owns the first `group_sizes[0]` rows, and so on. Groups may be empty and of any size. Inside a
+    group any order of slots is correct; `routing_plan` sorts them by slot, which makes each
+    (group, slot) bucket contiguous.
+
+    Base-only rows have slot -1 and get the base product alone. Rows past the last group
+    (`sum(group_sizes) <= row < M`) are written as zeros whatever `x` holds there.
+
+    Exactness: a row's bits depend on that row, its group and its slot alone, not on M, the other
+    rows, or its place among them. Isolation: a NaN or Inf in a slot reaches only that slot's rows
+    and gradients. Both hold for the gradients with respect to `x` too.
+
+    Differentiable with respect to `x` and `lora`. The base is frozen: the cotangent of `w` is
+    zero and is never computed. Gradients of `a` and `b` rows at and past an adapter's rank are
+    what the formula gives (zero for `a` as `b` is zero there; mask them when training).
+
+    Args:
+      x: rows, float32 or bfloat16 (float64 with x64 enabled).
+      w: base weights with the input width last, as checkpoints store them.
+      group_sizes: rows of each group; their sum is at most M.
+      row_slots: adapter slot of each row, -1 for none. Needed if `lora` is given.
+      lora: one entry for each part of the output, `None` for a part without adapters. Fused
+        projections (gate and up; q_a and kv_a) have one adapter pair for each part.
+      parts: widths of the parts, adding up to N. Default: one part.
+      implementation: "xla", or None for the platform's best.
+
+    Returns:
+      `[M, N]` in x's dtype; products accumulate in float32 (float64 for float64).
+
+    Raises:
+      ValueError: shapes that do not belong together.
+      NotImplementedError: an implementation that does not exist or cannot serve these shapes.
+    """
+    parts = parts or (w.shape[1],)
+    lora = tuple(lora) or (None,) * len(parts)
+    _check(x, w, group_sizes, row_slots, lora, parts)
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise NotImplementedError(
+            f"{implementation=} is not one of {IMPLEMENTATIONS} ({x.shape=}, {w.shape=})"
+        )
+    if row_slots is None:
+        row_slots = jnp.full(x.shape[0], -1, jnp.int32)
+    return xla.grouped_lora_matmul(parts, x, w, group_sizes, row_slots, lora)
+
+
+def lora_matmul(
+    x: Float[Array, "rows k"],
+    w: Float[Array, "n k"],
+    row_slots: Int[Array, " rows"] | None = None,
+    lora: tuple[Lora | None, ...] = (),
+    *,
+    parts: tuple[int, ...] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "rows n"]:
+    """`grouped_lora_matmul` for a dense layer: one group that owns every row."""
+    sizes = jnp.full(1, x.shape[0], jnp.int32)
+    return grouped_lora_matmul(
+        x, w[None], sizes, row_slots, lora, parts=parts, implementation=implementation
+    )
+
+
+def _check(x, w, group_sizes, row_slots, lora, parts):
+    groups, n, k = w.shape
+    if x.ndim != 2 or x.shape[1] != k:
+        raise ValueError(f"x must be [rows, {k}] for w {w.shape}, got {x.shape}")
+    if group_sizes.shape != (groups,):
+        raise ValueError(f"group_sizes must be [{groups}], got {group_sizes.shape}")
+    if sum(parts) != n or len(parts) != len(lora):
+        raise ValueError(f"parts {parts} must add up to {n} and match the {len(lora)} lora entries")
+    if all(pair is None for pair in lora):
+        return
+    if row_slots is None or row_slots.shape != x.shape[:1]:
+        found = None if row_slots is None else row_slots.shape
+        raise ValueError(f"row_slots must be [{x.shape[0]}] when lora is given, got {found}")
+    for width, pair in zip(parts, lora, strict=True):
+        if pair is not None:
+            _check_pair(pair, groups, width, k)
+
+
+def _check_pair(pair: Lora, groups: int, n: int, k: int):
+    slots, _, rank, _ = pair.a.shape
+    for name, array, tail in (
+        ("a", pair.a, (rank, k)),
+        ("b", pair.b, (rank, n)),
+        ("scaling", pair.scaling, ()),
+    ):
+        if array.shape not in ((slots, groups, *tail), (slots, 1, *tail)):
+            expected = (slots, f"{groups} or 1", *tail)
+            raise ValueError(f"lora.{name} must be {expected}, got {array.shape}")

@@ -1,0 +1,74 @@
+"""Causal attention of a flat batch of tokens over paged caches, for grouped heads and for latents.
+
+Letters: T tokens of the batch, B requests, P pages, H query heads, G key/value heads, D head width,
+C latent width, E rotary width. A request's position p lives in page `page_tables[b, p // page]`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import xla
+
+
+class PageView(NamedTuple):
+    """Which positions of which request the batch's tokens are.
+
+    Attributes:
+      request: the request of each token, a row of `page_tables`; -1 for padding tokens.
+      positions: the position of each token in its request.
+      page_tables: the pages of each request, in position order; unused entries are never read.
+    """
+
+    request: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    page_tables: Int[Array, "requests pages_per_request"]
+
+
+def write_pages(
+    pages: Float[Array, "pages page_size *features"],
+    values: Float[Array, "tokens *features"],
+    view: PageView,
+) -> Float[Array, "pages page_size *features"]:
+    """Stores each token's values at its position; padding tokens write nothing."""
+    return xla.write_pages(pages, values, view)
+
+
+def paged_attention(
+    q: Float[Array, "tokens heads width"],
+    k_pages: Float[Array, "pages page_size kv_heads width"],
+    v_pages: Float[Array, "pages page_size kv_heads v_width"],
+    view: PageView,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Float[Array, "tokens heads v_width"]:
+    """Each token attends to positions 0..its own of its request (the last `sliding_window` only).
+
+    Query head h reads key/value head h // (H / G). Softmax in float32. The cache must already
+    hold the batch's own tokens. Padding tokens get zeros.
+
+    Exactness: keys are taken in blocks of a fixed size in position order, so a token's bits depend
+    on its own request alone, not on the batch, the chunk it came in, or the page numbers.
+    Isolation: positions outside the token's view are selected away, whatever they hold.
+    """
+    return xla.paged_attention(q, k_pages, v_pages, view, scale, sliding_window)
+
+
+def paged_latent_attention(
+    q_latent: Float[Array, "tokens heads latent"],
+    q_rope: Float[Array, "tokens heads rope"],
+    latent_pages: Float[Array, "pages page_size latent"],
+    rope_pages: Float[Array, "pages page_size rope"],
+    view: PageView,
+    *,
+    scale: float,
+) -> Float[Array, "tokens heads latent"]:
+    """Absorbed multi-head latent attention: scores and values both come from the cached latent.
+
+    score = (q_latent · latent + q_rope · rope) · scale; the result is the attention-weighted
+    latent of each head. Same contract as `paged_attention`.
+    """
+    return xla.paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale)
