@@ -10,9 +10,10 @@ import numpy as np
 from lora_moe_jax.adapters import packing
 from lora_moe_jax.adapters.adapter import LoraPair
 from lora_moe_jax.adapters.config import CONFIG_FILE
+from lora_moe_jax.adapters.finite import read_finite
 from lora_moe_jax.adapters.sites import Site, Sizes, Table, TensorName
 from lora_moe_jax.adapters.targets import Targets
-from lora_moe_jax.adapters.tensor_file import FLOATS, TensorFile
+from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from lora_moe_jax.errors import AdapterError
 
 _FIRST_NATURAL = (0, 19, 1)  # PEFT versions before it wrote packed experts with A and B exchanged
@@ -21,7 +22,7 @@ _FIRST_NATURAL = (0, 19, 1)  # PEFT versions before it wrote packed experts with
 class Assembler:
     """Builds the pairs of an adapter whose tensor names have been checked."""
 
-    def __init__(self, file: TensorFile, table: Table, targets: Targets, max_rank: int | None):
+    def __init__(self, file: SafetensorsFile, table: Table, targets: Targets, max_rank: int | None):
         self.file, self.table, self.targets, self.max_rank = file, table, targets, max_rank
 
     def pairs(self, sites: Iterable[Site]) -> dict[str, LoraPair]:
@@ -142,9 +143,11 @@ class Assembler:
         expert_major = self.targets.config.lora_B_layout == "expert_major"
         name = self._packed_name(site)
         rank = self.targets.rank(name)
-        a = self.file.read(site.a[None].tensor, lambda at: at[0] // rank)
-        b = self.file.read(
-            site.b[None].tensor, lambda at: at[1] // rank if expert_major else at[1] % groups
+        a = read_finite(self.file, site.a[None].tensor, lambda at: at[0] // rank)
+        b = read_finite(
+            self.file,
+            site.b[None].tensor,
+            lambda at: at[1] // rank if expert_major else at[1] % groups,
         )
         a, b = packing.unpack(a, b, groups, expert_major=expert_major)
         a, b = (b, a) if swapped else (a, b)
@@ -175,7 +178,7 @@ class Assembler:
     ) -> np.ndarray:
         """[groups or 1, rank, width], from one tensor or from one per expert."""
         if None in side:
-            tensor = self.file.read(side[None].tensor)
+            tensor = read_finite(self.file, side[None].tensor)
             tensor = tensor if tensor.ndim == 3 else tensor[None]
             is_b = side[None].side == "B"
             return np.ascontiguousarray(tensor.swapaxes(1, 2)) if is_b else tensor
@@ -185,9 +188,9 @@ class Assembler:
                 "the experts of one projection have different dtypes",
                 next(reversed(dtypes.values())), "one dtype", ", ".join(dtypes),
             )  # fmt: skip
-        factor = np.zeros((groups, rank, width), FLOATS[next(iter(dtypes))])
+        factor = np.zeros((groups, rank, width), FLOAT_DTYPES[next(iter(dtypes))])
         for expert, name in side.items():
-            tensor = self.file.read(name.tensor)
+            tensor = read_finite(self.file, name.tensor)
             tensor = tensor if name.side == "A" else tensor.T
             factor[expert, : len(tensor)] = tensor
         return factor

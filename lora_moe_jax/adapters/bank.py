@@ -73,7 +73,9 @@ class Bank:
     def _write_all(self, slot: int, pairs: Mapping[str, LoraPair]) -> None:
         index = np.int32(slot)
         for name, lora in self.arrays.items():
-            self.arrays[name] = _write_slot(lora, index, self._padded(lora, pairs.get(name)))
+            values = self._padded(lora, pairs.get(name))
+            shardings = Lora(*(array.sharding for array in lora))
+            self.arrays[name] = _write_slot(lora, index, values, shardings)
 
     def _check(self, name: str, pair: LoraPair) -> None:
         if name not in self.arrays:
@@ -118,11 +120,10 @@ class Bank:
         return values
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write_slot(lora: Lora, slot: jax.Array, values: Lora) -> Lora:
-    return Lora(
-        *(
-            jax.lax.dynamic_update_index_in_dim(array, jnp.asarray(value), slot, 0)
-            for array, value in zip(lora, values, strict=True)
-        )
-    )
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _write_slot(lora: Lora, slot: jax.Array, values: Lora, shardings: Lora) -> Lora:
+    def write(array, value, sharding):
+        updated = jax.lax.dynamic_update_index_in_dim(array, jnp.asarray(value), slot, 0)
+        return jax.lax.with_sharding_constraint(updated, sharding)
+
+    return Lora(*map(write, lora, values, shardings))

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lora_moe_jax.adapters.strict_json import parse_object
 from lora_moe_jax.errors import AdapterError
+from lora_moe_jax.strict_json import read_json_object
 
 CONFIG_FILE = "adapter_config.json"
-_MAX_CONFIG_BYTES = 64 << 20
 
 # Options that change the maths in a way this library does not compute.
 _REFUSED = {
@@ -82,18 +81,7 @@ class AdapterConfig:
 def read_config(folder: Path) -> AdapterConfig:
     """Reads and checks `folder/adapter_config.json`. Raises `AdapterError`."""
     path = folder / CONFIG_FILE
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise AdapterError(
-                "the adapter's config is too large to be one",
-                file=path,
-                expected=f"at most {_MAX_CONFIG_BYTES} bytes",
-                found=f"{path.stat().st_size} bytes",
-            )
-        data = path.read_bytes()
-    except OSError as error:
-        raise AdapterError("the file cannot be read", file=path, found=error) from error
-    return parse_config(parse_object(data, path, "the adapter's config"), path)
+    return parse_config(read_json_object(path, AdapterError), path)
 
 
 def parse_config(settings: Mapping[str, object], file: str | os.PathLike) -> AdapterConfig:

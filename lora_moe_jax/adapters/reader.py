@@ -17,7 +17,7 @@ from lora_moe_jax.adapters.coverage import check_coverage
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.adapters.sites import Site, Table, TensorName, take_apart
 from lora_moe_jax.adapters.targets import Targets
-from lora_moe_jax.adapters.tensor_file import FLOATS, TensorFile
+from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from lora_moe_jax.errors import AdapterError
 
 TENSOR_FILE = "adapter_model.safetensors"
@@ -58,13 +58,13 @@ def read_adapter(
 
 def read_with_file(
     folder: str | os.PathLike, projections: Mapping[str, Projection], max_rank: int | None
-) -> tuple[Adapter, TensorFile]:
+) -> tuple[Adapter, SafetensorsFile]:
     """`read_adapter`, and the file it read, for whoever wants to report on it."""
     folder = Path(folder)
     _check_folder(folder)
     config = read_config(folder)
     targets = Targets(config, folder / CONFIG_FILE)
-    file = TensorFile(folder / TENSOR_FILE)
+    file = SafetensorsFile(folder / TENSOR_FILE, AdapterError)
     table = Table(projections)
     sites = find_sites(file, table, targets)
     check_coverage(sites, table, targets, file.path)
@@ -118,7 +118,7 @@ def _listing(names: list[str]) -> str:
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "an empty folder"
 
 
-def find_sites(file: TensorFile, table: Table, targets: Targets) -> list[Site]:
+def find_sites(file: SafetensorsFile, table: Table, targets: Targets) -> list[Site]:
     """Sorts the file's tensors by target. Refuses names that mean nothing, or the same thing."""
     sites: dict[str, Site] = {}
     adapters = {}
@@ -154,7 +154,7 @@ def find_sites(file: TensorFile, table: Table, targets: Targets) -> list[Site]:
     return sorted(sites.values(), key=lambda site: order[site.parts[0]])
 
 
-def _check_base_copy(tensor: str, file: TensorFile, table: Table) -> None:
+def _check_base_copy(tensor: str, file: SafetensorsFile, table: Table) -> None:
     """A copy of the base's own embedding, which PEFT adds, is skipped; all else is refused."""
     shape = table.base_copy_shape(tensor)
     if shape is None:
@@ -185,17 +185,19 @@ def _why_unknown(tensor: str, table: Table) -> str:
     return f"{name.module}, which the base model does not have"
 
 
-def _check_dtype(name: TensorName, file: TensorFile) -> None:
+def _check_dtype(name: TensorName, file: SafetensorsFile) -> None:
     dtype = file.tensors[name.tensor].dtype
-    if dtype not in FLOATS:
+    if dtype not in FLOAT_DTYPES:
         raise AdapterError(
             "a tensor has a dtype that cannot be served", file=file.path, key=name.tensor,
-            expected="one of " + ", ".join(FLOATS), found=dtype,
+            expected="one of " + ", ".join(FLOAT_DTYPES), found=dtype,
             hint="save the adapter in float32 or bfloat16",
         )  # fmt: skip
 
 
-def _name_packed(sites: dict[str, Site], table: Table, targets: Targets, file: TensorFile) -> None:
+def _name_packed(
+    sites: dict[str, Site], table: Table, targets: Targets, file: SafetensorsFile
+) -> None:
     """Replaces `….experts` and `….experts.base_layer` by the parameters that PEFT wrapped.
 
     With both parameters targeted the inner wrapper is gate_up_proj, the first in the module, and
@@ -231,7 +233,7 @@ def _name_packed(sites: dict[str, Site], table: Table, targets: Targets, file: T
             sites[target] = Site(target, True, site.a, site.b)
 
 
-def _check_once(sites: dict[str, Site], file: TensorFile) -> None:
+def _check_once(sites: dict[str, Site], file: SafetensorsFile) -> None:
     owner: dict[str, Site] = {}
     for site in sites.values():
         for side in (site.a, site.b):
@@ -245,14 +247,14 @@ def _check_once(sites: dict[str, Site], file: TensorFile) -> None:
             owner[part] = site
 
 
-def _twice(first: str, second: str, file: TensorFile) -> AdapterError:
+def _twice(first: str, second: str, file: SafetensorsFile) -> AdapterError:
     return AdapterError(
         "two tensors stand for the same factor", file=file.path, key=second,
         expected="each factor once", found=f"it is also given by {first}",
     )  # fmt: skip
 
 
-def _layout(sites: list[Site], table: Table, file: TensorFile) -> str:
+def _layout(sites: list[Site], table: Table, file: SafetensorsFile) -> str:
     found = set()
     for site in sites:
         if table.projections[site.parts[0]].kind != "expert":

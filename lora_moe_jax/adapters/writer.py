@@ -20,7 +20,7 @@ from lora_moe_jax.adapters.config import CONFIG_FILE
 from lora_moe_jax.adapters.packing import FORM_KEY
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.adapters.reader import TENSOR_FILE
-from lora_moe_jax.adapters.tensor_file import FLOATS
+from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES
 from lora_moe_jax.errors import AdapterError
 
 _LAYOUTS = {
@@ -95,8 +95,8 @@ def _check_pair(name: str, pair: LoraPair, projections: Mapping[str, Projection]
         if not fits or factor.shape[1:] != (pair.rank, width) or pair.rank == 0:
             expected = f"[{projection.groups} or 1, rank, {width}]"
             raise wrong(f"factor {side} has a wrong shape", expected, list(factor.shape))
-        if factor.dtype not in FLOATS.values():
-            raise wrong(f"factor {side} has a wrong dtype", ", ".join(FLOATS), factor.dtype)
+        if factor.dtype not in FLOAT_DTYPES.values():
+            raise wrong(f"factor {side} has a wrong dtype", ", ".join(FLOAT_DTYPES), factor.dtype)
         if not np.isfinite(factor).all():
             raise wrong(f"factor {side} is not finite", "finite values", "NaN or infinity")
     groups = max(len(pair.a), len(pair.b))

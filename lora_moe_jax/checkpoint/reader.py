@@ -18,11 +18,10 @@ from lora_moe_jax.checkpoint.names import (
     is_stacked,
     per_expert_names,
 )
-from lora_moe_jax.checkpoint.safetensors_file import SafetensorsFile
+from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import CheckpointError
 
-WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.+)")
 _DECODER_MODULES = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
 
@@ -148,12 +147,12 @@ def _take(
         )
     file = files.pop(name)
     stored = file.tensors[name]
-    if stored.dtype not in WEIGHT_DTYPES:
+    if stored.dtype not in FLOAT_DTYPES:
         raise CheckpointError(
             "the type of a tensor is not supported",
             file=file.path,
             key=name,
-            expected=" or ".join(WEIGHT_DTYPES),
+            expected=" or ".join(FLOAT_DTYPES),
             found=stored.dtype,
             hint="quantised weights are not supported" if "F8" in stored.dtype else None,
         )

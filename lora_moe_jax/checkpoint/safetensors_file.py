@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from lora_moe_jax.errors import CheckpointError, LoraMoeError
-from lora_moe_jax.strict_json import parse_json_object
+from lora_moe_jax.strict_json import DAMAGED, parse_json_object
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_NDIM = 8
@@ -45,6 +45,8 @@ NUMPY_DTYPES = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
+# What weights and adapters may be stored in.
+FLOAT_DTYPES = {name: NUMPY_DTYPES[name] for name in ("F32", "BF16", "F16")}
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,18 @@ class SafetensorsFile:
         self._error = error
         try:
             if not self.path.is_file():  # a folder; or a pipe, which would block
-                raise self._refuse("the file does not exist or is not a file", "a safetensors file")
+                raise self._refuse(
+                    "the file cannot be read",
+                    "a safetensors file",
+                    "no file of this name",
+                    hint=None,
+                )
             with open(self.path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 header = self._read_header(file, size)
                 self._bytes = np.memmap(file, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as cause:  # ValueError: a NUL in the path, or an empty file
-            raise self._refuse("the file cannot be read", found=str(cause)) from cause
+            raise self._refuse("the file cannot be read", found=cause, hint=None) from cause
         self._data_start = 8 + len(header)
         entries = parse_json_object(header, self.path, error)
         self.metadata = self._check_metadata(entries.pop("__metadata__", {}))
@@ -101,7 +108,7 @@ class SafetensorsFile:
         found = tensor.dtype if tensor else "no such tensor"
         if found not in NUMPY_DTYPES:
             expected = ", ".join(NUMPY_DTYPES)
-            raise self._refuse("a tensor cannot be read", expected, found, name)
+            raise self._refuse("a tensor cannot be read", expected, found, name, hint=None)
         start = self._data_start + tensor.start
         return np.ndarray(
             tensor.shape, NUMPY_DTYPES[tensor.dtype], buffer=self._bytes, offset=start
@@ -113,16 +120,21 @@ class SafetensorsFile:
         expected: object = "a complete safetensors file",
         found: object = None,
         key: str | None = None,
-        hint: str | None = None,
+        hint: str | None = DAMAGED,
     ) -> LoraMoeError:
         return self._error(
-            message, file=self.path, key=key, expected=expected, found=found, hint=hint
+            message,
+            file=self.path,
+            key=None if key is None else key[:200],
+            expected=expected,
+            found=None if found is None else str(found)[:200],
+            hint=hint,
         )
 
     def _read_header(self, file, size: int) -> bytes:
         prefix = file.read(8)
         if len(prefix) < 8:
-            raise self._refuse("the file is too short", "at least 8 bytes", f"{size} bytes")
+            raise self._refuse("the file is too short", found=f"{size} bytes")
         if prefix == b"version ":
             raise self._refuse("the file is a Git LFS pointer", hint="fetch it with git lfs pull")
         length = int.from_bytes(prefix, "little")
@@ -154,14 +166,14 @@ class SafetensorsFile:
             )
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-            expected = ", ".join(DTYPE_BITS)
+            expected = "one of " + ", ".join(DTYPE_BITS)
             raise self._refuse("a data type is not known", expected, repr(dtype), name)
         if not _are_sizes(shape) or len(shape) > MAX_NDIM:
             expected = f"at most {MAX_NDIM} sizes"
             raise self._refuse("a shape is malformed", expected, repr(shape), name)
         if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             expected = "a start and a stop"
-            raise self._refuse("data offsets are malformed", expected, repr(offsets), name)
+            raise self._refuse("the data_offsets are malformed", expected, repr(offsets), name)
         bits = math.prod(shape) * DTYPE_BITS[dtype]
         if bits != 8 * (offsets[1] - offsets[0]):
             raise self._refuse(
@@ -175,7 +187,9 @@ class SafetensorsFile:
     def _check_layout(self, size: int) -> None:
         """The tensors must cover the data exactly: no overlap, no hole, nothing beyond."""
         end = 0
-        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].start):
+        # By start and stop, as an empty tensor may start where the next one does.
+        order = sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].stop))
+        for name, tensor in order:
             if tensor.stop > size:
                 raise self._refuse(
                     "the data of a tensor are beyond the end of the file: it is truncated",

@@ -14,13 +14,12 @@ import numpy as np
 
 from lora_moe_jax.checkpoint.folder import INDEX, SINGLE
 from lora_moe_jax.checkpoint.names import expected_tensors, is_stacked, per_expert_names
-from lora_moe_jax.checkpoint.reader import WEIGHT_DTYPES
-from lora_moe_jax.checkpoint.safetensors_file import NUMPY_DTYPES
+from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.config.writer import to_json_dict
 from lora_moe_jax.errors import CheckpointError
 
-_TYPE_NAMES = {NUMPY_DTYPES[name]: name for name in WEIGHT_DTYPES}
+_TYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 
 def write_checkpoint(
@@ -83,7 +82,7 @@ def _checked(
             raise CheckpointError(
                 "a tensor has a wrong shape or type",
                 key=name,
-                expected=f"{list(shape)}, {' or '.join(WEIGHT_DTYPES)}",
+                expected=f"{list(shape)}, {' or '.join(FLOAT_DTYPES)}",
                 found=f"{list(tensor.shape)}, {tensor.dtype}",
             )
         yield from _hub_tensors(name, np.asarray(tensor))

@@ -49,8 +49,12 @@ def abstract_model(config: ModelConfig, **options) -> Decoder:
 
 def projections(model: Decoder) -> dict[str, Projection]:
     """The projections that have adapter slots, by name."""
-    found = (node for _, node in nnx.iter_graph(model) if isinstance(node, AdapterSlots))
-    return {slots.projection.name: slots.projection for slots in found}
+    return {slots.projection.name: slots.projection for slots in iter_slots(model)}
+
+
+def iter_slots(model: Decoder) -> list[AdapterSlots]:
+    """The adapter slots of every projection that has some."""
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, AdapterSlots)]
 
 
 def load_model(

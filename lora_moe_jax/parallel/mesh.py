@@ -57,6 +57,15 @@ def mesh_axes(mesh: Mesh | None) -> MeshAxes:
     return MeshAxes(**{name: name for name in mesh.axis_names})
 
 
+def automatic(mesh: Mesh | None) -> Mesh | None:
+    """The same devices and names with automatic axes, which everything here is written for.
+
+    `jax.make_mesh` makes explicit axes, under which each operation would have to name its
+    output's sharding.
+    """
+    return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
+
+
 def axis_size(mesh: Mesh | None, name: str) -> int:
     """Devices along an axis; 1 if it does not exist."""
     return 1 if mesh is None else dict(mesh.shape).get(name, 1)

@@ -45,8 +45,14 @@ def sharding_rules(config: ModelConfig, mesh: Mesh | None) -> Mapping[str, str |
 
 
 def partition_spec(axes: tuple[str | None, ...], rules: Mapping[str, str | None]) -> PartitionSpec:
-    """The partition of an array whose dimensions have these logical names."""
-    return PartitionSpec(*(rules.get(axis) if axis else None for axis in axes))
+    """The partition of an array whose dimensions have these logical names.
+
+    Without trailing Nones, as compiled functions report it: to `jit` the two forms are different.
+    """
+    split = [rules.get(axis) if axis else None for axis in axes]
+    while split and split[-1] is None:
+        split.pop()
+    return PartitionSpec(*split)
 
 
 def named_sharding(axes, rules, mesh: Mesh) -> NamedSharding:

@@ -39,7 +39,7 @@ def _forward(parts, x, w, group_sizes, row_slots, lora):
     for width, pair in zip(parts, lora, strict=True):
         piece = lax.slice_in_dim(y, start, start + width, axis=1)
         if pair is not None:
-            index = _pair_index(pair, row_slots, group_of_row)
+            index = _pair_index(pair, row_slots, group_of_row, w.shape[0])
             piece = lax.cond(
                 jnp.any(index.adapted), _add_delta, lambda piece, *_: piece, piece, x, pair, index
             )
@@ -68,7 +68,7 @@ def _backward(parts, saved, dy):
         if pair is None:
             dlora.append(None)
             continue
-        index = _pair_index(pair, row_slots, group_of_row)
+        index = _pair_index(pair, row_slots, group_of_row, w.shape[0])
         adapted = index.adapted[:, None]
         scaling = index.scaling[:, None]
         v = shrink(dy_part, pair.b, index.b, dx.dtype)
@@ -110,13 +110,14 @@ class _PairIndex(NamedTuple):
     adapted: jax.Array
 
 
-def _pair_index(pair, row_slots, group_of_row):
+def _pair_index(pair, row_slots, group_of_row, groups):
     last = max(array.shape[1] for array in pair) - 1
     # Base-only rows and rows past the groups read slot 0 or the last group; their result is
     # dropped by `adapted`, a select.
     slot, group = jnp.maximum(row_slots, 0), jnp.minimum(group_of_row, last)
     a, b, s = (slot * array.shape[1] + (group if array.shape[1] > 1 else 0) for array in pair)
-    return _PairIndex(a, b, s, pair.scaling.reshape(-1)[s], row_slots >= 0)
+    adapted = (row_slots >= 0) & (group_of_row < groups)
+    return _PairIndex(a, b, s, pair.scaling.reshape(-1)[s], adapted)
 
 
 def _tiles(group_sizes, rows):

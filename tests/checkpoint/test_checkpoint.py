@@ -372,6 +372,16 @@ def test_missing_folders_are_refused(tmp_path):
             Checkpoint.open(folder, config)
 
 
+def test_an_empty_tensor_may_stand_anywhere_in_the_header(tmp_path):
+    file = tmp_path / "some.safetensors"
+    header = {
+        "full": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "empty": {"dtype": "F32", "shape": [0, 3], "data_offsets": [0, 0]},
+    }
+    raw.store_text(file, json.dumps(header), bytes(8))
+    assert SafetensorsFile(file).view("empty").shape == (0, 3)
+
+
 def test_safetensors_file_raises_the_error_of_its_user(tmp_path):
     file = tmp_path / "adapter.safetensors"
     raw.store(file, {"a": ("F32", [2], bytes(8)), "b": ("F8_E4M3", [2], bytes(2))})

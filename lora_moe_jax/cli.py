@@ -1,0 +1,193 @@
+"""The command line: demo, generate, score, inspect, bench."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lora_moe_jax.errors import LoraMoeError, RequestError
+from lora_moe_jax.pocket import ADAPTERS, BASE
+
+DESCRIPTION = "Train and serve many LoRA adapters at once over one Mixture-of-Experts base model."
+MODEL_HELP = "Hugging Face model folder, or 'pocket' for the model that comes with the package"
+ADAPTER_HELP = "an adapter to load; may be repeated. For 'pocket', a bare name of its adapters"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a sub-command; returns the exit status (2 for bad input)."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options) or 0
+    except LoraMoeError as error:
+        Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lora-moe-jax", description=DESCRIPTION)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="serve the pocket model and its adapters together")
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", help="generate text with adapters")
+    _add_model_options(generate)
+    generate.add_argument("--prompt", action="append", required=True, help="may be repeated")
+    generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--min-p", type=float, default=0.0)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--stop", action="append", default=[], help="may be repeated")
+    generate.set_defaults(run=_generate)
+
+    score = commands.add_parser("score", help="logprobs of given texts under adapters")
+    _add_model_options(score)
+    score.add_argument("--text", action="append", required=True, help="may be repeated")
+    score.add_argument("--tokens", action="store_true", help="show every token")
+    score.set_defaults(run=_score)
+
+    inspect = commands.add_parser("inspect", help="what is in an adapter or checkpoint folder")
+    inspect.add_argument("folder", type=Path)
+    inspect.add_argument("--model", default="pocket", help="the adapter's base: " + MODEL_HELP)
+    inspect.add_argument("--max-rank", type=int, default=32, help="rank of a slot (default 32)")
+    inspect.add_argument("--max-adapters", type=int, default=8, help="slots (default 8)")
+    inspect.set_defaults(run=_inspect)
+
+    bench = commands.add_parser("bench", help="measure")
+    benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    kernels = benches.add_parser("kernels", help="grouped_lora_matmul against a dense product")
+    kernels.add_argument("--json", type=Path, help="also write the numbers to this file")
+    kernels.set_defaults(run=_bench_kernels)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="pocket", help=MODEL_HELP)
+    parser.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=FOLDER", help=ADAPTER_HELP
+    )
+    parser.add_argument(
+        "--use",
+        action="append",
+        metavar="NAME",
+        help="adapters to run each text with, 'base' for none; default: all that are loaded",
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
+    parser.add_argument("--max-rank", type=int, default=32)
+    parser.add_argument("--max-length", type=int, help="most tokens of one request")
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from lora_moe_jax.demo import run_demo
+
+    run_demo(Console())
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from lora_moe_jax.serving.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=tuple(options.stop),
+    )
+    engine, prompts, names = _engine_and_requests(options, options.prompt)
+    console = Console()
+    outputs = engine.generate(prompts, params, names)
+    for prompt, name, output in zip(prompts, names, outputs, strict=True):
+        console.rule(f"{name or 'base'} · {output.finish_reason}")
+        console.print(prompt, style="dim", end="", markup=False, highlight=False)
+        console.print(output.text, markup=False, highlight=False)
+
+
+def _score(options: argparse.Namespace) -> None:
+    engine, texts, names = _engine_and_requests(options, options.text)
+    console = Console()
+    table = Table("text", "adapter", "tokens", "sum logprob", "mean logprob")
+    scores = engine.score(texts, names)
+    for text, name, score in zip(texts, names, scores, strict=True):
+        total, count = float(score.logprobs.sum()), len(score.logprobs)
+        mean = f"{total / count:.4f}" if count else "-"
+        table.add_row(text[:40], name or "base", str(count), f"{total:.4f}", mean)
+    console.print(table)
+    if options.tokens:
+        for text, name, score in zip(texts, names, scores, strict=True):
+            console.rule(name or "base")
+            ids = engine.codec.encode(text)
+            for token, logprob in zip(ids[1:], score.logprobs, strict=True):
+                console.print(f"{logprob:10.4f}  {engine.codec.decode([token])!r}", markup=False)
+
+
+def _engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
+    """The engine with its adapters, and every text once for each adapter to use."""
+    from lora_moe_jax.serving.engine import Engine
+
+    adapters = dict(_adapter_folder(item, options.model) for item in options.adapter)
+    used = options.use or list(adapters) or ["base"]
+    for name in used:
+        if name != "base" and name not in adapters:
+            raise RequestError(
+                "--use names an adapter that is not loaded",
+                key="--use",
+                expected=f"base, or one of {sorted(adapters)}",
+                found=name,
+                hint=f"add --adapter {name}=FOLDER",
+            )
+    engine = Engine.from_pretrained(
+        _model_folder(options.model),
+        dtype=options.dtype,
+        max_adapters=len(adapters),
+        max_rank=options.max_rank,
+        max_length=options.max_length,
+        progress=True,
+    )
+    for name, folder in adapters.items():
+        engine.load_adapter(name, folder)
+    names = [None if name == "base" else name for name in used] * len(texts)
+    return engine, [text for text in texts for _ in used], names
+
+
+def _adapter_folder(item: str, model: str) -> tuple[str, Path]:
+    name, _, folder = item.partition("=")
+    if folder:
+        return name, Path(folder)
+    if model == "pocket" and name in ADAPTERS:
+        return name, ADAPTERS[name]
+    raise RequestError(
+        "--adapter needs a name and a folder",
+        key="--adapter",
+        expected="NAME=FOLDER" + (f", or one of {sorted(ADAPTERS)}" if model == "pocket" else ""),
+        found=item,
+    )
+
+
+def _model_folder(model: str) -> Path:
+    return BASE if model == "pocket" else Path(model)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from lora_moe_jax.inspect import inspect_folder
+
+    base = _model_folder(options.model)
+    inspect_folder(Console(), options.folder, base, options.max_rank, options.max_adapters)
+
+
+def _bench_kernels(options: argparse.Namespace) -> None:
+    from lora_moe_jax.bench.kernels import run_bench
+
+    run_bench(Console(), options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Random inputs of `grouped_lora_matmul`: a few static shapes, any group sizes, slots and ranks."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from pallas_kernels import Lora, grouped_lora_matmul
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the output; groups of a factor are 1 when it is shared by all groups."""
+
+    width: int
+    shared_a: bool = False
+    shared_b: bool = False
+    shared_scaling: bool = False
+    adapted: bool = True
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static sizes: one compilation for each."""
+
+    rows: int
+    groups: int
+    k: int
+    parts: tuple[Part, ...]
+    slots: int = 4
+    rank: int = 4
+    dtype: str = "float32"
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(part.width for part in self.parts)
+
+
+class Case(NamedTuple):
+    """The arrays of one call, in NumPy."""
+
+    x: np.ndarray
+    w: np.ndarray
+    group_sizes: np.ndarray
+    row_slots: np.ndarray
+    lora: tuple[Lora | None, ...]
+
+
+def make_case(shape: Shape, group_sizes, row_slots, seed: int = 0, ranks=None) -> Case:
+    """Random non-zero values; slot i's factors are zero at and past `ranks[i]`."""
+    rng = np.random.default_rng(seed)
+    ranks = np.full(shape.slots, shape.rank) if ranks is None else np.asarray(ranks)
+    keep = (np.arange(shape.rank) < ranks[:, None])[:, None, :, None]
+
+    def normal(*size, scale=1.0):
+        return (scale * rng.standard_normal(size)).astype(jnp.dtype(shape.dtype))
+
+    def pair(part: Part) -> Lora | None:
+        if not part.adapted:
+            return None
+        a_groups, b_groups, s_groups = (
+            1 if shared else shape.groups
+            for shared in (part.shared_a, part.shared_b, part.shared_scaling)
+        )
+        a = normal(shape.slots, a_groups, shape.rank, shape.k, scale=shape.k**-0.5)
+        b = normal(shape.slots, b_groups, shape.rank, part.width)
+        scaling = rng.uniform(0.5, 2, (shape.slots, s_groups)).astype(np.float32)
+        return Lora(
+            np.where(keep, a, 0).astype(a.dtype), np.where(keep, b, 0).astype(b.dtype), scaling
+        )
+
+    return Case(
+        x=normal(shape.rows, shape.k),
+        w=normal(shape.groups, sum(shape.widths), shape.k, scale=shape.k**-0.5),
+        group_sizes=np.asarray(group_sizes, np.int32),
+        row_slots=np.asarray(row_slots, np.int32),
+        lora=tuple(pair(part) for part in shape.parts),
+    )
+
+
+@st.composite
+def cases(draw, shape: Shape) -> Case:
+    """Ragged, empty and full groups, rows past the last group, any slots and ranks."""
+    cuts = draw(st.lists(st.integers(0, shape.rows), min_size=shape.groups, max_size=shape.groups))
+    used = draw(st.sampled_from([0, 1, shape.rows // 2, shape.rows, shape.rows]))
+    ends = np.minimum(np.sort(cuts), used)
+    if draw(st.booleans()):
+        ends[-1] = used
+    row_slots = draw(
+        st.one_of(
+            st.integers(-1, shape.slots - 1).map(lambda slot: [slot] * shape.rows),
+            st.lists(st.integers(-1, shape.slots - 1), min_size=shape.rows, max_size=shape.rows),
+        )
+    )
+    ranks = draw(st.lists(st.integers(0, shape.rank), min_size=shape.slots, max_size=shape.slots))
+    seed = draw(st.integers(0, 2**16))
+    return make_case(shape, np.diff(ends, prepend=0), row_slots, seed, ranks)
+
+
+@functools.cache
+def jitted(widths: tuple[int, ...] | None):
+    """The compiled operation, taking the arrays of a `Case`."""
+    return jax.jit(functools.partial(grouped_lora_matmul, parts=widths))
+
+
+@functools.cache
+def jitted_with_gradients(widths: tuple[int, ...] | None):
+    """(case, dy) to (y, dx, dlora)."""
+
+    def run(case: Case, dy):
+        def forward(x, lora):
+            return grouped_lora_matmul(
+                x, case.w, case.group_sizes, case.row_slots, lora, parts=widths
+            )
+
+        y, pullback = jax.vjp(forward, case.x, case.lora)
+        return y, *pullback(dy)
+
+    return jax.jit(run)
