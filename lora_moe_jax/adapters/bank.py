@@ -6,12 +6,11 @@ so nothing is reallocated, and runs one compiled function for each shape, so not
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lora_moe_jax.adapters.adapter import Adapter, LoraPair
@@ -40,6 +39,7 @@ class Bank:
     def __init__(self, entries: Mapping[str, SlotEntry]):
         self.projections = {name: entry.projection for name, entry in entries.items()}
         self.arrays = {name: entry.arrays for name, entry in entries.items()}
+        self._writers = self._compile_writers()
 
     @property
     def nbytes(self) -> int:
@@ -56,10 +56,6 @@ class Bank:
         """The largest rank that fits."""
         return next((lora.a.shape[2] for lora in self.arrays.values()), 0)
 
-    def warm_up(self) -> None:
-        """Compiles the slot writer for every shape by clearing slot 0."""
-        self._write_all(0, {})
-
     def write(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into a slot; projections it does not have become zero.
 
@@ -74,8 +70,20 @@ class Bank:
         index = np.int32(slot)
         for name, lora in self.arrays.items():
             values = self._padded(lora, pairs.get(name))
-            shardings = Lora(*(array.sharding for array in lora))
-            self.arrays[name] = _write_slot(lora, index, values, shardings)
+            self.arrays[name] = self._writers[name](lora, index, values)
+
+    def _compile_writers(self) -> dict[str, Any]:
+        """The compiled writer of each projection; projections of one shape share theirs."""
+        compiled: dict[tuple, Any] = {}
+        writers = {}
+        for name, lora in self.arrays.items():
+            key = tuple((array.shape, array.dtype, array.sharding) for array in lora)
+            if key not in compiled:
+                shardings = Lora(*(array.sharding for array in lora))
+                write = jax.jit(_write_slot, donate_argnums=0, out_shardings=shardings)
+                compiled[key] = write.lower(lora, np.int32(0), self._padded(lora, None)).compile()
+            writers[name] = compiled[key]
+        return writers
 
     def _check(self, name: str, pair: LoraPair) -> None:
         if name not in self.arrays:
@@ -120,10 +128,10 @@ class Bank:
         return values
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _write_slot(lora: Lora, slot: jax.Array, values: Lora, shardings: Lora) -> Lora:
-    def write(array, value, sharding):
-        updated = jax.lax.dynamic_update_index_in_dim(array, jnp.asarray(value), slot, 0)
-        return jax.lax.with_sharding_constraint(updated, sharding)
-
-    return Lora(*map(write, lora, values, shardings))
+def _write_slot(lora: Lora, slot: jax.Array, values: Lora) -> Lora:
+    return Lora(
+        *(
+            jax.lax.dynamic_update_index_in_dim(array, value, slot, 0)
+            for array, value in zip(lora, values, strict=True)
+        )
+    )

@@ -15,12 +15,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from lora_moe_jax.adapters import layouts
-from lora_moe_jax.adapters.adapter import Adapter, LoraPair
+from lora_moe_jax.adapters.adapter import Adapter
+from lora_moe_jax.adapters.check import check_adapter
 from lora_moe_jax.adapters.config import CONFIG_FILE
 from lora_moe_jax.adapters.packing import FORM_KEY
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.adapters.reader import TENSOR_FILE
-from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES
 from lora_moe_jax.errors import AdapterError
 
 _LAYOUTS = {
@@ -60,8 +60,7 @@ def write_adapter(
             "this is not a layout that can be written", key="layout",
             expected=", ".join(_LAYOUTS), found=layout,
         )  # fmt: skip
-    for name, pair in adapter.pairs.items():
-        _check_pair(name, pair, projections)
+    check_adapter(adapter, projections)
     draft = _LAYOUTS[layout](adapter, projections)
     settings = {
         "base_model_name_or_path": adapter.config.base_model,
@@ -79,35 +78,6 @@ def write_adapter(
     } | draft.config()
     metadata = {"format": "pt"} | ({FORM_KEY: draft.form} if draft.form else {})
     _save(Path(folder), draft.tensors, json.dumps(settings, indent=2, sort_keys=True), metadata)
-
-
-def _check_pair(name: str, pair: LoraPair, projections: Mapping[str, Projection]) -> None:
-    def wrong(what: str, expected: object, found: object) -> AdapterError:
-        return AdapterError(f"the adapter's {what}", key=name, expected=expected, found=found)
-
-    projection = projections.get(name)
-    if projection is None:
-        raise wrong("projection is not one of the base model", "a projection of it", name)
-    widths = {"a": projection.in_features, "b": projection.out_features}
-    for side, width in widths.items():
-        factor = getattr(pair, side)
-        fits = factor.ndim == 3 and factor.shape[0] in (1, projection.groups)
-        if not fits or factor.shape[1:] != (pair.rank, width) or pair.rank == 0:
-            expected = f"[{projection.groups} or 1, rank, {width}]"
-            raise wrong(f"factor {side} has a wrong shape", expected, list(factor.shape))
-        if factor.dtype not in FLOAT_DTYPES.values():
-            raise wrong(f"factor {side} has a wrong dtype", ", ".join(FLOAT_DTYPES), factor.dtype)
-        if not np.isfinite(factor).all():
-            raise wrong(f"factor {side} is not finite", "finite values", "NaN or infinity")
-    groups = max(len(pair.a), len(pair.b))
-    for field in ("scaling", "ranks"):
-        shape = getattr(pair, field).shape
-        if shape not in ((1,), (groups,)):
-            raise wrong(f"{field} has a wrong shape", f"[{groups}] or [1]", list(shape))
-    if not np.isfinite(pair.scaling).all():
-        raise wrong("scaling is not finite", "finite values", pair.scaling.tolist()[:8])
-    if pair.ranks.min() < 0 or pair.ranks.max() > pair.rank:
-        raise wrong("ranks are wrong", f"0 to {pair.rank}", pair.ranks.tolist()[:8])
 
 
 def _save(

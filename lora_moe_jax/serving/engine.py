@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lora_moe_jax.adapters import Adapter, read_adapter
+from lora_moe_jax.adapters.check import check_adapter
 from lora_moe_jax.adapters.registry import AdapterInfo, AdapterRegistry
 from lora_moe_jax.checkpoint.reader import Checkpoint
 from lora_moe_jax.config.model import ModelConfig
@@ -173,7 +174,6 @@ class Engine:
                 pages_per_request=options.pages_per_request,
                 progress=bar.update,
             )
-            arrays.bank.warm_up()
         return cls(arrays, config, codec, steps, options)
 
     # Adapters
@@ -187,10 +187,7 @@ class Engine:
         """
         slot = self._registry.slot_for(name)
         self._refuse_in_use(name)
-        if isinstance(source, Adapter):
-            adapter = source
-        else:
-            adapter = read_adapter(source, self.bank.projections, max_rank=self.options.max_rank)
+        adapter = self._read_adapter(source)
         with no_compile(f"loading the adapter {name!r}"):
             self.bank.write(slot, adapter)
         return self._registry.add(
@@ -201,6 +198,19 @@ class Engine:
             targets=adapter.targets,
             nbytes=adapter.nbytes,
         )
+
+    def _read_adapter(self, source: str | os.PathLike | Adapter) -> Adapter:
+        if isinstance(source, Adapter):
+            check_adapter(source, self.bank.projections)
+            return source
+        if not isinstance(source, str | os.PathLike):
+            raise AdapterError(
+                "an adapter comes from a folder or from an Adapter",
+                key="source",
+                expected="a path or an Adapter",
+                found=type(source).__name__,
+            )
+        return read_adapter(source, self.bank.projections, max_rank=self.options.max_rank)
 
     def unload_adapter(self, name: str) -> None:
         """Frees the slot of an adapter.
@@ -263,7 +273,8 @@ class Engine:
           RequestError: at once, before the iterator is returned.
         """
         prompts = validate.sequence_of_prompts(prompts)
-        settings = validate.one_each("params", params or SamplingParams(), len(prompts))
+        params = SamplingParams() if params is None else params
+        settings = validate.one_each("params", params, len(prompts))
         requests = []
         for index, (prompt, chosen) in enumerate(zip(prompts, settings, strict=True)):
             tokens = self._token_ids(prompt, f"prompts[{index}]")
@@ -376,10 +387,14 @@ class Engine:
             if isinstance(request, GenerateRequest) and self.codec is not None:
                 self._streams[request] = TextStream(self.codec, request.params.stop)
         self._scheduler.add(requests)
-        return self._drain(requests)
+        deltas = self._drain(requests)
+        next(deltas)
+        return deltas
 
     def _drain(self, requests: Sequence[Request]) -> Iterator[Delta]:
+        """Yields None once, to be past the start: only then does closing it run its end."""
         try:
+            yield None
             unfinished = list(requests)
             while unfinished:
                 for request in list(unfinished):

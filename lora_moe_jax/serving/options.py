@@ -65,6 +65,13 @@ class EngineOptions:
         if token_buckets is None:
             generation = max(SMALLEST_BUCKET, sizes["max_requests"])
             token_buckets = (generation, max(DEFAULT_PREFILL_TOKENS, generation))
+        if not isinstance(token_buckets, list | tuple) or not token_buckets:
+            raise ConfigError(
+                "an engine option is out of range",
+                key="token_buckets",
+                expected="a list of at least one size",
+                found=repr(token_buckets),
+            )
         for size in token_buckets:
             _check_size("token_buckets", size, minimum=sizes["max_requests"])
         buckets = tuple(
@@ -96,6 +103,14 @@ def slot_config(
     )
     if target_modules is None:
         return slots
+    if not isinstance(target_modules, list | tuple | set | frozenset) or not target_modules:
+        raise ConfigError(
+            "an engine option is out of range",
+            key="target_modules",
+            expected="a list of module names",
+            found=repr(target_modules),
+            hint="max_adapters=0 builds an engine without adapters",
+        )
     every = projections(abstract_model(config, dtype=options.dtype, adapters=slots))
     for target in target_modules:
         if not any(_matches(name, target) for name in every):

@@ -33,7 +33,9 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows) -> Int[Array,
     filtered = jnp.any((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
 
     def draw():
-        scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
+        # Below the largest, so that a small temperature overflows to -inf and never to inf.
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = below / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
         kept = lax.cond(filtered, _filter, lambda scaled, _: scaled, scaled, rows)
         return jax.vmap(_gumbel_argmax)(kept, rows.seed, rows.step)
 
@@ -56,7 +58,7 @@ def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     probability = jax.nn.softmax(jnp.where(in_top_k, descending, -jnp.inf), axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
     # A row without top-p keeps its whole tail, whatever the cumulative sum rounds to.
-    in_top_p = (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
+    in_top_p = (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1) | (rank == 0)
     in_min_p = probability >= rows.min_p[:, None] * probability[:, :1]
     kept = in_top_k & in_top_p & in_min_p
     last = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from lora_moe_jax.errors import RequestError
@@ -39,10 +38,14 @@ class SamplingParams:
     def __post_init__(self):
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for key in ("stop", "stop_token_ids"):
+            self._require(key, "a list", isinstance(getattr(self, key), list | tuple))
+            object.__setattr__(self, key, tuple(getattr(self, key)))
+        for key in ("ignore_eos", "logprobs"):
+            self._require(key, "True or False", isinstance(getattr(self, key), bool))
         self._require("max_tokens", "an integer of at least 1", _is_int(self.max_tokens, 1))
-        self._require("temperature", "a number of at least 0", _is_number(self.temperature, 0))
+        warm = _is_number(self.temperature, 0, 1e30)
+        self._require("temperature", "a number from 0 to 1e30", warm)
         self._require("top_k", "an integer of at least 0", _is_int(self.top_k, 0))
         in_range = _is_number(self.top_p, 0, 1) and self.top_p > 0
         self._require("top_p", "a number above 0, at most 1", in_range)
@@ -68,6 +71,6 @@ def _is_int(value, low, high=2**31 - 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-def _is_number(value, low, high=math.inf) -> bool:
+def _is_number(value, low, high) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and low <= value <= high
+    return number and low <= value <= high

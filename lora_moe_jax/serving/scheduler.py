@@ -124,8 +124,8 @@ class Scheduler:
         """Tokens of each request in the next step: generating requests first, then prompts."""
         budget = self.token_buckets[-1]
         lengths = {}
-        by_work = sorted(self.running, key=lambda request: len(request.tokens) - request.computed)
-        for request in by_work:
+        # A stable order: prompts stay in the order in which they came, and none is overtaken.
+        for request in sorted(self.running, key=lambda r: r.computed < r.prompt_length):
             remaining = len(request.tokens) - request.computed
             length = min(remaining, budget, self.prefill_chunk)
             if length:

@@ -14,6 +14,9 @@ from tokenizers.decoders import DecodeStream
 from lora_moe_jax.errors import CheckpointError, RequestError
 from lora_moe_jax.strict_json import read_json_object
 
+# What a template raises by itself, and what its expressions raise on messages of another shape.
+_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError)
+
 
 class TextCodec:
     """tokenizer.json and the chat template of a model folder."""
@@ -48,17 +51,32 @@ class TextCodec:
             settings = read_json_object(config, CheckpointError)
         template = settings.get("chat_template")
         if (jinja_file := Path(folder) / "chat_template.jinja").is_file():
-            template = jinja_file.read_text(encoding="utf-8")
-        tokens = {
-            key: value["content"] if isinstance(value, dict) else value
+            template = _read_template(jinja_file)
+        # A special token is its text, or an object that has it as "content".
+        contents = {
+            key: value.get("content") if isinstance(value, dict) else value
             for key, value in settings.items()
-            if key.endswith("_token") and isinstance(value, str | dict)
+            if key.endswith("_token")
         }
+        tokens = {key: text for key, text in contents.items() if isinstance(text, str)}
         return cls(tokenizer, template if isinstance(template, str) else None, tokens)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds."""
-        return self.tokenizer.encode(text).ids
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds.
+
+        Raises:
+          RequestError: the text has half a character, which UTF-8 does not.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "the text is not valid Unicode",
+                key="text",
+                expected="no lone surrogates",
+                found=ascii(text[error.start : error.end]),
+            ) from error
+        return self.tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -70,6 +88,14 @@ class TextCodec:
         Raises:
           RequestError: the model has no chat template, or the template refuses the messages.
         """
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError(
+                "messages must be a list of objects",
+                key="messages",
+                expected='[{"role": "user", "content": "..."}, ...]',
+                found=type(messages).__name__,
+            )
         if self._template is None:
             raise RequestError(
                 "the model has no chat template",
@@ -77,18 +103,33 @@ class TextCodec:
                 expected="chat_template in tokenizer_config.json, or chat_template.jinja",
                 hint="use a plain prompt",
             )
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = _refuse
         try:
             text = environment.from_string(self._template).render(
                 messages=list(messages), add_generation_prompt=True, **self._tokens
             )
-        except jinja2.TemplateError as error:
+        except _TEMPLATE_ERRORS as error:
             raise RequestError(
                 "the chat template refused the messages", key="messages", found=str(error)
             ) from error
         # The template writes the special tokens itself.
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode(text, special_tokens=False)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            "the chat template cannot be read",
+            file=file,
+            key=file.name,
+            expected="text in UTF-8",
+            found=str(error),
+        ) from error
 
 
 def _refuse(message: str):

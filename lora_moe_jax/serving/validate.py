@@ -28,7 +28,8 @@ def sequence_of_prompts(prompts) -> list:
 
 def token_ids(prompt, key: str, vocab_size: int) -> list[int]:
     """Checked token ids as Python integers."""
-    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str | bytes):
+    flat = isinstance(prompt, Sequence) or (isinstance(prompt, np.ndarray) and prompt.ndim == 1)
+    if not flat or isinstance(prompt, str | bytes):
         raise RequestError(
             "a prompt must be a string or token ids",
             key=key,

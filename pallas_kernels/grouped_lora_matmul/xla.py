@@ -33,6 +33,10 @@ def grouped_lora_matmul(parts, x, w, group_sizes, row_slots, lora):
 
 
 def _forward(parts, x, w, group_sizes, row_slots, lora):
+    # Differentiated outside of jit, NumPy arguments arrive as they are.
+    x, w, group_sizes, row_slots, lora = jax.tree.map(
+        jnp.asarray, (x, w, group_sizes, row_slots, lora)
+    )
     y = _grouped_matmul(x, w, group_sizes, contract=2)
     group_of_row = _group_of_row(group_sizes, x.shape[0])
     pieces, start = [], 0
@@ -122,7 +126,7 @@ def _pair_index(pair, row_slots, group_of_row, groups):
 
 def _tiles(group_sizes, rows):
     """Tiles in row order: (number of tiles, group of each, first row of each)."""
-    tiles_of_group = lax.div(group_sizes + (TILE - 1), TILE)
+    tiles_of_group = -(-group_sizes // TILE)
     ends = jnp.cumsum(tiles_of_group)
     tile = jnp.arange(-(-rows // TILE) + group_sizes.shape[0], dtype=jnp.int32)
     group = jnp.minimum(_count_below(ends, tile), group_sizes.shape[0] - 1)

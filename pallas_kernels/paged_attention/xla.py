@@ -94,7 +94,7 @@ def _attend(queries, view, pages, width, scores, values, scale, sliding_window):
             jnp.zeros((TOKEN_TILE, *head_shape), dtype),
             jnp.zeros((TOKEN_TILE, *head_shape, width), dtype),
         )
-        blocks = lax.div(jnp.max(last), KV_BLOCK) + 1
+        blocks = jnp.max(last) // KV_BLOCK + 1
         _, total, acc = lax.fori_loop(0, blocks, block, carry)
         row = (request_t >= 0).reshape(TOKEN_TILE, *[1] * (len(head_shape) + 1))
         result = jnp.where(row, acc / total[..., None], 0)
@@ -113,8 +113,8 @@ def _slice_tile(i, queries, request, positions):
 
 def _cache_index(page_tables, request, positions, page_size):
     """Row of the flattened cache that holds a request's position."""
-    page = page_tables.at[request, lax.div(positions, page_size)].get(mode="clip")
-    return page * page_size + lax.rem(positions, page_size)
+    page = page_tables.at[request, positions // page_size].get(mode="clip")
+    return page * page_size + positions % page_size
 
 
 def _take(pages, where):

@@ -58,7 +58,7 @@ def routing_plan(
     position = jnp.zeros_like(row).at[order].set(row, unique_indices=True)
     group_sizes = jnp.sum(group[:, None] == jnp.arange(num_groups), axis=0, dtype=jnp.int32)
     return RoutingPlan(
-        token=lax.div(order, choices),
+        token=order // choices,
         position=position.reshape(tokens, choices),
         row_slots=slots,
         group_sizes=group_sizes,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 import tracemalloc
 from pathlib import Path

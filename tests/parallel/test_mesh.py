@@ -1,0 +1,120 @@
+"""Every family on 2 and 4 CPU devices against one device, and against the golden logits."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lora_moe_jax import ConfigError, Engine, SamplingParams
+from lora_moe_jax.config.reader import read_config
+from lora_moe_jax.parallel.sharding import sharding_rules
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SIZES = dict(
+    dtype="float32", max_adapters=3, max_rank=8, max_length=32, max_requests=4, token_buckets=(80,)
+)
+MESHES = {
+    "tensor2": {"tensor": 2},
+    "expert2": {"expert": 2},
+    "tensor4": {"tensor": 4},
+    "expert4": {"expert": 4},
+    "expert2-tensor2": {"expert": 2, "tensor": 2},
+}
+# CI samples every family and every mesh; the rest is slow.
+QUICK = {
+    ("qwen3", "tensor4"),
+    ("qwen3_moe", "expert2-tensor2"),
+    ("deepseek_v2", "tensor2"),
+    ("deepseek_v3", "expert4"),
+}
+
+
+def make_mesh(axes: dict[str, int]) -> jax.sharding.Mesh:
+    devices = jax.devices()[: math.prod(axes.values())]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """For each family: the mixed batch's request arguments and its logits on one device."""
+    results = {}
+
+    def run(family: str):
+        if family not in results:
+            results[family] = score_mixed(family, None)
+        return results[family]
+
+    return run
+
+
+def score_mixed(family: str, mesh) -> np.ndarray:
+    """Logits of the golden mixed batch; also checks that generating gives the same logprobs."""
+    folder = GOLDEN / family
+    golden = load_file(folder / "golden.safetensors")
+    names = list(json.loads((folder / "golden.json").read_text())["adapters"])
+    engine = Engine.from_pretrained(folder / "base", mesh=mesh, **SIZES)
+    for name in names:
+        engine.load_adapter(name, folder / "adapters" / name)
+    prompts = golden["input_ids"].tolist()
+    adapters = [None if i < 0 else names[i] for i in golden["mixed.adapter_index"]]
+    scores = engine.score(prompts, adapters, return_logits=True)
+    logits = np.stack([score.logits for score in scores])
+    assert np.abs(logits - golden["mixed.logits"]).max() <= 1e-4
+    params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=True)
+    output = engine.generate([prompts[1][:5]], params, [adapters[1]])[0]
+    rescored = engine.score([output.prompt_token_ids + output.token_ids], [adapters[1]])[0]
+    np.testing.assert_array_equal(rescored.logprobs[4:], np.float32(output.logprobs))
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        pytest.param(
+            family, mesh, marks=() if (family, mesh) in QUICK else pytest.mark.slow
+        )
+        for family in ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+        for mesh in MESHES
+    ],
+)
+def test_mesh_equals_one_device(family, mesh, one_device):
+    split = score_mixed(family, make_mesh(MESHES[mesh]))
+    np.testing.assert_allclose(split, one_device(family), rtol=0, atol=1e-5)
+
+
+def test_weights_and_cache_are_split():
+    engine = Engine.from_pretrained(
+        GOLDEN / "qwen3_moe/base", mesh=make_mesh({"expert": 2, "tensor": 2}), **SIZES
+    )
+    experts = engine.bank.arrays["model.layers.0.mlp.experts.gate_proj"]
+    assert experts.a.sharding.shard_shape(experts.a.shape)[1] == experts.a.shape[1] // 2
+    assert experts.b.sharding.shard_shape(experts.b.shape)[3] == experts.b.shape[3] // 2
+    keys, _ = engine._steps.pages[0]
+    assert keys.sharding.shard_shape(keys.shape)[2] == keys.shape[2] // 2
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "names"),
+    [
+        ("qwen3_moe", {"expert": 3}, ("number of experts", "expert", "8", "3")),
+        ("qwen3", {"tensor": 3}, ("num_attention_heads", "tensor", "4", "3")),
+        ("qwen3", {"data": 2}, ("unknown mesh axis", "data", "tensor")),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(family, axes, names):
+    with pytest.raises(ConfigError) as refusal:
+        Engine.from_pretrained(GOLDEN / family / "base", mesh=make_mesh(axes), **SIZES)
+    for name in names:
+        assert name in str(refusal.value)
+
+
+def test_key_value_heads_are_replicated_when_there_are_too_few():
+    config = read_config(GOLDEN / "qwen3/base")  # 4 query heads, 2 key/value heads
+    assert sharding_rules(config, make_mesh({"tensor": 2}))["kv_heads"] == "tensor"
+    assert sharding_rules(config, make_mesh({"tensor": 4}))["kv_heads"] is None
