@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.checkpoint.reader import Checkpoint
+from lora_moe_jax.checkpoint.writer import write_checkpoint
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.layers.build import Build, SlotConfig
@@ -97,6 +99,15 @@ def _read_parameter(checkpoint: Checkpoint, variable, sharding) -> jax.Array:
     return jax.device_put(np.ascontiguousarray(value), sharding, may_alias=False)
 
 
+def save_model(folder: str | os.PathLike, model: Decoder) -> None:
+    """Writes a model's base weights and configuration in the layout of the Hugging Face hub.
+
+    Raises:
+      CheckpointError: the folder is not empty, or cannot be written.
+    """
+    write_checkpoint(folder, model.config, checkpoint_tensors(model))
+
+
 def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
     """The base weights under their checkpoint names, one at a time, for `write_checkpoint`.
 
@@ -104,7 +115,7 @@ def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
     """
     _, state = nnx.split(model)
     base = [v for _, v in nnx.to_flat_state(state) if not isinstance(v, LoraParam)]
-    by_tensors: Mapping[tuple[str, ...], list] = {}
+    by_tensors: dict[tuple[str, ...], list] = {}
     for variable in base:
         by_tensors.setdefault(variable.get_metadata("tensors"), []).append(variable)
     for names, variables in by_tensors.items():

@@ -24,6 +24,7 @@ from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import load_model
 from lora_moe_jax.parallel.mesh import automatic
 from lora_moe_jax.serving import validate
+from lora_moe_jax.serving.compile_cache import use_compile_cache
 from lora_moe_jax.serving.compile_guard import compile_count, no_compile
 from lora_moe_jax.serving.options import EngineOptions, slot_config
 from lora_moe_jax.serving.pages import PagePool
@@ -141,6 +142,7 @@ class Engine:
           ConfigError: the model or the mesh is not supported, or an option is out of range.
           CheckpointError: the weights are damaged or do not belong to the configuration.
         """
+        use_compile_cache()
         config, mesh = read_config(folder), automatic(mesh)
         options = EngineOptions.resolve(
             config,

@@ -76,9 +76,7 @@ def score_mixed(family: str, mesh) -> np.ndarray:
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        pytest.param(
-            family, mesh, marks=() if (family, mesh) in QUICK else pytest.mark.slow
-        )
+        pytest.param(family, mesh, marks=() if (family, mesh) in QUICK else pytest.mark.slow)
         for family in ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
         for mesh in MESHES
     ],
