@@ -95,8 +95,9 @@ def _read_parameter(checkpoint: Checkpoint, variable, sharding) -> jax.Array:
     tensors = variable.get_metadata("tensors")
     layout = variable.get_metadata("layout")
     value = layout.load(*(checkpoint.read(name, dtype=dtype) for name in tensors))
-    # The device's copy must be its own: a view of the mapped file would keep the file open.
-    return jax.device_put(np.ascontiguousarray(value), sharding, may_alias=False)
+    # The device gets a copy of its own, and the host's buffer ends before the next one is read.
+    array = jax.device_put(np.ascontiguousarray(value), sharding, may_alias=False)
+    return array.block_until_ready()
 
 
 def save_model(folder: str | os.PathLike, model: Decoder) -> None:
