@@ -37,7 +37,7 @@ def run_demo(console: Console) -> None:
     engine = Engine.from_pretrained(
         BASE,
         dtype="float32",
-        max_adapters=len(ADAPTERS) + 1,
+        max_adapters=len(ADAPTERS) + 2,  # one more layout, and a slot to try broken ones in
         max_rank=MAX_RANK,
         max_requests=2 * (len(ADAPTERS) + 2),
         max_length=128,
@@ -69,7 +69,7 @@ def _adapter_folders(engine: Engine, scratch: Path) -> dict[str, Path]:
 def _adapter_table(engine: Engine) -> Table:
     table = Table("adapter", "slot", "rank", "layout", "size", "targets", title="Loaded")
     for info in engine.adapters():
-        targets = ", ".join(target.removeprefix("self_attn.") for target in info.targets)
+        targets = ", ".join(dict.fromkeys(target.rsplit(".", 1)[-1] for target in info.targets))
         row = (info.name, info.slot, info.rank, info.layout, megabytes(info.nbytes), targets)
         table.add_row(*map(str, row))
     return table
@@ -82,15 +82,8 @@ def _serve(console: Console, engine: Engine) -> None:
     prompts, adapters = zip(*requests, strict=True)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=True)
     completions, seconds = _stream(console, engine, prompts, adapters, params)
-    table = Table(
-        "prompt",
-        "adapter",
-        "tokens",
-        "tokens/s",
-        "mean logprob",
-        "same bits alone",
-        title="Each request of the batch, and the same request served alone",
-    )
+    columns = ("prompt", "adapter", "tokens", "tokens/s", "mean logprob", "bits as alone")
+    table = Table(*columns, title="Each request of the batch, and the same request served alone")
     for i, (prompt, name) in enumerate(requests):
         together = completions[i]
         (alone,) = engine.generate([prompt], params, [name])
@@ -98,12 +91,12 @@ def _serve(console: Console, engine: Engine) -> None:
             np.float32(alone.logprobs), np.float32(together.logprobs)
         )
         table.add_row(
-            repr(prompt),
+            prompt.split()[0],
             name or "(base)",
             str(len(together.token_ids)),
             f"{len(together.token_ids) / seconds[i]:.0f}",
             f"{np.mean(together.logprobs):.3f}",
-            "yes" if equal else "NO",
+            "equal" if equal else "NOT EQUAL",
         )
     console.print(table)
     generated = sum(len(completion.token_ids) for completion in completions)

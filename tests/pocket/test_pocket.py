@@ -1,0 +1,80 @@
+"""The packaged model and adapters against PEFT's logits, and the demo that shows them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import load_file
+
+from lora_moe_jax import Engine
+from lora_moe_jax.cli import main
+from lora_moe_jax.demo import run_demo
+from lora_moe_jax.pocket import ADAPTERS, BASE
+
+GOLDEN = Path(__file__).parents[1] / "golden/pocket.safetensors"
+
+
+def test_sizes():
+    base = sum(file.stat().st_size for file in BASE.iterdir())
+    assert base <= 8 * 2**20
+    assert len(ADAPTERS) >= 3
+
+
+def test_logits_equal_peft():
+    golden = load_file(GOLDEN)
+    engine = Engine.from_pretrained(
+        BASE,
+        dtype="float32",
+        max_adapters=len(ADAPTERS),
+        max_rank=16,
+        max_requests=2,
+        max_length=64,
+        token_buckets=(64,),
+    )
+    for name, folder in ADAPTERS.items():
+        engine.load_adapter(name, folder)
+    for name in (None, *ADAPTERS):
+        scores = engine.score(golden["ids"].tolist(), [name] * 2, return_logits=True)
+        logits = np.stack([score.logits[-8:] for score in scores])
+        np.testing.assert_allclose(logits, golden[f"logits.{name or 'base'}"], rtol=0, atol=1e-4)
+
+
+def test_demo():
+    text = io.StringIO()
+    run_demo(Console(file=text, width=120))
+    shown = text.getvalue()
+    rows = [line for line in shown.splitlines() if "│ equal" in line]
+    assert len(rows) == 2 * (len(ADAPTERS) + 2)
+    assert "NOT EQUAL" not in shown and "NO │" not in shown and "LOADED" not in shown
+    assert shown.count("AdapterError") == 3
+    assert "same bits as before: yes" in shown
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["score"], ["inspect"], ["bench", "kernels"]]
+)
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    assert end.value.code == 0
+    assert "lora-moe-jax" in capsys.readouterr().out
+
+
+def test_inspect(capsys):
+    assert main(["inspect", str(ADAPTERS["prose"])]) == 0
+    assert "packed" in capsys.readouterr().out
+    assert main(["inspect", str(BASE)]) == 0
+    assert "deepseek_v3" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_message_and_status_2(capsys, tmp_path):
+    assert main(["inspect", str(tmp_path / "nothing")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["inspect", str(ADAPTERS["tester"]), "--max-rank", "4"]) == 2
+    assert "AdapterError" in capsys.readouterr().err
+    assert main(["generate", "--prompt", "x", "--use", "nobody"]) == 2
+    assert "--use" in capsys.readouterr().err
