@@ -31,7 +31,8 @@ def log_sum_exp(logits: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
         total = total * jnp.exp(maximum - new_maximum)
         return new_maximum, total + row_sum(jnp.exp(part - new_maximum[:, None]))[:, 0]
 
-    first = logits[:, 0]  # finite, so that the first correction is not exp(-inf + inf)
-    carry = (first, jnp.zeros(rows, logits.dtype))
+    # Finite, so that a chunk of -inf alone does not make the correction exp(-inf + inf).
+    lowest = jnp.full(rows, jnp.finfo(logits.dtype).min, logits.dtype)
+    carry = (lowest, jnp.zeros(rows, logits.dtype))
     maximum, total = lax.fori_loop(0, padded.shape[1] // VOCAB_CHUNK, chunk, carry)
     return maximum + jnp.log(total)

@@ -170,8 +170,7 @@ def _per_head(x: jax.Array, w: jax.Array, token_slots: jax.Array, lora: Lora | N
     """x `[tokens, heads, in]` times w `[heads, out, in]` of its head: `[tokens, heads, out]`."""
     tokens, heads, width = x.shape
     rows = jnp.swapaxes(x, 0, 1).reshape(heads * tokens, width)
-    sizes = jnp.full(heads, tokens, jnp.int32)
-    y = grouped_lora_matmul(rows, w, sizes, jnp.tile(token_slots, heads), (lora,))
+    y = grouped_lora_matmul(rows, w, None, jnp.tile(token_slots, heads), (lora,))
     return jnp.swapaxes(y.reshape(heads, tokens, -1), 0, 1)
 
 

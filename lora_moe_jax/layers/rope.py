@@ -6,6 +6,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from lora_moe_jax.config.model import RopeConfig
@@ -28,7 +29,10 @@ def apply_rope(
         first, second = wide[..., 0::2], wide[..., 1::2]
     else:
         first, second = wide[..., :half], wide[..., half:]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    # Of two products that are added, the compiler may fuse either with the addition, and rounds
+    # differently. Behind the barrier one of them is a finished number.
+    first_sin, second_sin = lax.optimization_barrier((first * sin, second * sin))
+    rotated = jnp.concatenate([first * cos - second_sin, second * cos + first_sin], axis=-1)
     return jnp.concatenate([rotated.astype(x.dtype), x[..., rope.dim :]], axis=-1)
 
 

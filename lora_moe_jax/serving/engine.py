@@ -324,11 +324,7 @@ class Engine:
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, by the checkpoint's chat template, to use as a prompt."""
-        if self.codec is None:
-            raise RequestError(
-                "the model folder has no tokenizer.json", key="messages", hint="pass token ids"
-            )
-        return self.codec.chat(messages)
+        return self._text_codec("messages").chat(messages)
 
     def stats(self) -> EngineStats:
         """Counters and sizes."""
@@ -348,12 +344,15 @@ class Engine:
 
     def _token_ids(self, prompt: Prompt, key: str) -> list[int]:
         if isinstance(prompt, str):
-            if self.codec is None:
-                raise RequestError(
-                    "the model folder has no tokenizer.json", key=key, hint="pass token ids"
-                )
-            prompt = self.codec.encode(prompt)
+            prompt = self._text_codec(key).encode(prompt)
         return validate.token_ids(prompt, key, self.config.vocab_size)
+
+    def _text_codec(self, key: str) -> TextCodec:
+        if self.codec is None:
+            raise RequestError(
+                "the model folder has no tokenizer.json", key=key, hint="pass token ids"
+            )
+        return self.codec
 
     def _check_length(self, request: Request, key: str, max_tokens: int) -> None:
         total = request.prompt_length + max_tokens

@@ -37,7 +37,7 @@ IMPLEMENTATIONS = ("xla",)
 def grouped_lora_matmul(
     x: Float[Array, "rows k"],
     w: Float[Array, "groups n k"],
-    group_sizes: Int[Array, " groups"],
+    group_sizes: Int[Array, " groups"] | None,
     row_slots: Int[Array, " rows"] | None = None,
     lora: tuple[Lora | None, ...] = (),
     *,
@@ -65,7 +65,8 @@ def grouped_lora_matmul(
     Args:
       x: rows, float32 or bfloat16 (float64 with x64 enabled).
       w: base weights with the input width last, as checkpoints store them.
-      group_sizes: rows of each group; their sum is at most M.
+      group_sizes: rows of each group; their sum is at most M. None: M / G rows in every group
+        (heads, or a dense layer).
       row_slots: adapter slot of each row, -1 for none. Needed if `lora` is given.
       lora: one entry for each part of the output, `None` for a part without adapters. Fused
         projections (gate and up; q_a and kv_a) have one adapter pair for each part.
@@ -101,9 +102,8 @@ def lora_matmul(
     implementation: str | None = None,
 ) -> Float[Array, "rows n"]:
     """`grouped_lora_matmul` for a dense layer: one group that owns every row."""
-    sizes = jnp.full(1, x.shape[0], jnp.int32)
     return grouped_lora_matmul(
-        x, w[None], sizes, row_slots, lora, parts=parts, implementation=implementation
+        x, w[None], None, row_slots, lora, parts=parts, implementation=implementation
     )
 
 
@@ -111,7 +111,9 @@ def _check(x, w, group_sizes, row_slots, lora, parts):
     groups, n, k = w.shape
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x must be [rows, {k}] for w {w.shape}, got {x.shape}")
-    if group_sizes.shape != (groups,):
+    if group_sizes is None and x.shape[0] % groups:
+        raise ValueError(f"{x.shape[0]} rows do not make {groups} equal groups; pass group_sizes")
+    if group_sizes is not None and group_sizes.shape != (groups,):
         raise ValueError(f"group_sizes must be [{groups}], got {group_sizes.shape}")
     if sum(parts) != n or len(parts) != len(lora):
         raise ValueError(f"parts {parts} must add up to {n} and match the {len(lora)} lora entries")

@@ -1,14 +1,9 @@
 """`grouped_lora_matmul` in plain JAX: the CPU default, and the fallback on every platform.
 
-The base product runs over tiles of `TILE` rows in a loop whose length is the number of tiles that
-the groups really have. Every product has the same static shape, so a row's bits cannot depend on
-how many rows there are or where it stands (a bare dot chooses its code by its number of rows).
-Tiles run in row order and write all `TILE` rows: what a tile writes past its group's end is
-overwritten by the next group's tile, and rows past the last group are zeroed at the end.
-
-The low-rank product is elementwise: each row reads its own A and B in place, a few rank rows or
-columns at a time, so nothing of size rows x rank x width is stored, the cost does not grow with
-slots or groups, and a row never touches another adapter's values.
+The base product is in `base_product.py`. The low-rank product is elementwise: each row reads its
+own A and B in place, a few rank rows or columns at a time, so nothing of size rows x rank x width
+is stored, the cost does not grow with slots or groups, and a row never touches another adapter's
+values.
 """
 
 from __future__ import annotations
@@ -20,7 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TILE = 32  # rows of one base product
+from pallas_kernels.grouped_lora_matmul.base_product import (
+    count_below,
+    grouped_product,
+    tiles,
+)
+
+TILE = 32  # rows of one product of the weight gradients
 LANES = 16  # partial sums of one dot product x·A; vectorises, and fixes the order of the sum
 K_BLOCK = 512  # columns of x that one fused loop reads
 RANK_BLOCK = 16  # rows of B that one fused loop adds
@@ -37,21 +38,31 @@ def _forward(parts, x, w, group_sizes, row_slots, lora):
     x, w, group_sizes, row_slots, lora = jax.tree.map(
         jnp.asarray, (x, w, group_sizes, row_slots, lora)
     )
-    y = _grouped_matmul(x, w, group_sizes, contract=2)
-    group_of_row = _group_of_row(group_sizes, x.shape[0])
+    y = grouped_product(x, w, group_sizes, contract=2)
+    group_of_row = _group_of_row(group_sizes, w.shape[0], x.shape[0])
     pieces, start = [], 0
     for width, pair in zip(parts, lora, strict=True):
-        piece = lax.slice_in_dim(y, start, start + width, axis=1)
-        if pair is not None:
-            index = _pair_index(pair, row_slots, group_of_row, w.shape[0])
-            piece = lax.cond(
-                jnp.any(index.adapted), _add_delta, lambda piece, *_: piece, piece, x, pair, index
-            )
-        pieces.append(piece)
+        piece = functools.partial(_piece, rows=x.shape[0], start=start, width=width)
         start += width
+        if pair is None:
+            pieces.append(piece(y))
+            continue
+        index = _pair_index(pair, row_slots, group_of_row, w.shape[0])
+        # The slice is inside the branches, where it is fused, not copied.
+        pieces.append(
+            lax.cond(
+                jnp.any(index.adapted),
+                lambda y, *delta, piece=piece: _add_delta(piece(y), *delta),
+                lambda y, *_, piece=piece: piece(y),
+                *(y, x, pair, index),
+            )
+        )
     y = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-    y = jnp.where((group_of_row < w.shape[0])[:, None], y, 0).astype(x.dtype)
-    return y, (x, w, group_sizes, row_slots, lora)
+    return y.astype(x.dtype), (x, w, group_sizes, row_slots, lora)
+
+
+def _piece(y, rows, start, width):
+    return lax.slice(y, (0, start), (rows, start + width))
 
 
 def _add_delta(y, x, pair, index):
@@ -61,10 +72,10 @@ def _add_delta(y, x, pair, index):
 
 def _backward(parts, saved, dy):
     x, w, group_sizes, row_slots, lora = saved
-    group_of_row = _group_of_row(group_sizes, x.shape[0])
+    group_of_row = _group_of_row(group_sizes, w.shape[0], x.shape[0])
     in_group = (group_of_row < w.shape[0])[:, None]
     dy = jnp.where(in_group, dy, 0)
-    dx = _grouped_matmul(dy, w, group_sizes, contract=1)
+    dx = grouped_product(dy, w, group_sizes, contract=1)[: x.shape[0]]
     dlora, start = [], 0
     for width, pair in zip(parts, lora, strict=True):
         dy_part = lax.slice_in_dim(dy, start, start + width, axis=1)
@@ -87,21 +98,17 @@ def _backward(parts, saved, dy):
             num_segments=pair.scaling.size,
         )
         dlora.append(type(pair)(da, db, dscaling.reshape(pair.scaling.shape)))
-    dx = jnp.where(in_group, dx, 0).astype(x.dtype)
-    return dx, None, None, None, tuple(dlora)
+    return dx.astype(x.dtype), None, None, None, tuple(dlora)
 
 
 grouped_lora_matmul.defvjp(_forward, _backward)
 
 
-def _group_of_row(group_sizes, rows):
+def _group_of_row(group_sizes, groups, rows):
     """int32 [rows]; the number of groups for rows past the last group."""
-    return _count_below(jnp.cumsum(group_sizes), jnp.arange(rows))
-
-
-def _count_below(ends, values):
-    """How many of the sorted `ends` are at or below each value: its group."""
-    return jnp.sum(ends[None, :] <= values[:, None], axis=1, dtype=jnp.int32)
+    if group_sizes is None:
+        return jnp.arange(rows, dtype=jnp.int32) // (rows // groups)
+    return count_below(jnp.cumsum(group_sizes), jnp.arange(rows))
 
 
 class _PairIndex(NamedTuple):
@@ -122,57 +129,6 @@ def _pair_index(pair, row_slots, group_of_row, groups):
     a, b, s = (slot * array.shape[1] + (group if array.shape[1] > 1 else 0) for array in pair)
     adapted = (row_slots >= 0) & (group_of_row < groups)
     return _PairIndex(a, b, s, pair.scaling.reshape(-1)[s], adapted)
-
-
-def _tiles(group_sizes, rows):
-    """Tiles in row order: (number of tiles, group of each, first row of each)."""
-    tiles_of_group = -(-group_sizes // TILE)
-    ends = jnp.cumsum(tiles_of_group)
-    tile = jnp.arange(-(-rows // TILE) + group_sizes.shape[0], dtype=jnp.int32)
-    group = jnp.minimum(_count_below(ends, tile), group_sizes.shape[0] - 1)
-    first_tile = (ends - tiles_of_group)[group]
-    first_row = (jnp.cumsum(group_sizes) - group_sizes)[group] + (tile - first_tile) * TILE
-    return ends[-1], group, first_row
-
-
-def _grouped_matmul(x, w, group_sizes, contract):
-    """x[t] times its group's weight, contracted over w's axis `contract`; unmasked past the end."""
-    if w.shape[0] == 1:
-        return _dense_matmul(x, w[0], contract)
-    rows = x.shape[0]
-    count, group, first_row = _tiles(group_sizes, rows)
-    x = jnp.pad(x, ((0, TILE), (0, 0)))
-    y = jnp.zeros((rows + TILE, w.shape[3 - contract]), _accumulator(x, w))
-
-    def tile(i, y):
-        weight = lax.dynamic_index_in_dim(w, group[i], keepdims=False)
-        block = lax.dynamic_slice_in_dim(x, first_row[i], TILE)
-        product = _tile_product(block, weight, contract)
-        return lax.dynamic_update_slice_in_dim(y, product, first_row[i], axis=0)
-
-    return lax.fori_loop(0, count, tile, y)[:rows]
-
-
-def _dense_matmul(x, w, contract):
-    rows = x.shape[0]
-    tiles = jnp.pad(x, ((0, -rows % TILE), (0, 0))).reshape(-1, TILE, x.shape[1])
-    y = lax.map(lambda block: _tile_product(block, w, contract), tiles)
-    return y.reshape(-1, y.shape[-1])[:rows]
-
-
-def _tile_product(block, weight, contract):
-    operand = jnp.promote_types(block.dtype, weight.dtype)
-    return lax.dot_general(
-        block.astype(operand),
-        weight.astype(operand),
-        (((1,), (contract - 1,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=_accumulator(block, weight),
-    )
-
-
-def _accumulator(x, w):
-    return jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, w.dtype))
 
 
 def shrink(x, factor, index, dtype):
@@ -226,14 +182,13 @@ def _bucket_outer(left, right, index, keep, like):
     buckets = like.shape[0] * like.shape[1]
     order = jnp.argsort(jnp.where(keep, index, buckets), stable=True)
     sizes = jnp.bincount(jnp.where(keep, index, buckets), length=buckets + 1)[:buckets]
-    count, bucket, first_row = _tiles_bounded(sizes, rows)
-    last_row = jnp.cumsum(sizes)
+    count, bucket, first_row, left_in_bucket = _tiles_of_filled(sizes, rows)
     padded_order = jnp.pad(order, (0, TILE))
     total = jnp.zeros((buckets, *like.shape[2:]), left.dtype)
 
     def tile(i, total):
         row = lax.dynamic_slice_in_dim(padded_order, first_row[i], TILE)
-        inside = (first_row[i] + jnp.arange(TILE) < last_row[bucket[i]])[:, None]
+        inside = (jnp.arange(TILE) < left_in_bucket[i])[:, None]
         product = lax.dot_general(
             jnp.where(inside, left[row], 0),
             jnp.where(inside, right[row].astype(left.dtype), 0),
@@ -246,9 +201,9 @@ def _bucket_outer(left, right, index, keep, like):
     return total.reshape(like.shape).astype(like.dtype)
 
 
-def _tiles_bounded(sizes, rows):
-    """`_tiles` over many mostly empty buckets: at most `rows` of them hold a row."""
+def _tiles_of_filled(sizes, rows):
+    """`tiles` over many mostly empty buckets: at most `rows` of them hold a row."""
     filled = jnp.nonzero(sizes, size=min(rows, sizes.shape[0]), fill_value=sizes.shape[0])[0]
     sizes_of_filled = jnp.where(filled < sizes.shape[0], sizes.at[filled].get(mode="clip"), 0)
-    count, group, first_row = _tiles(sizes_of_filled, rows)
-    return count, filled[group].astype(jnp.int32), first_row
+    count, group, first_row, left = tiles(sizes_of_filled, rows, TILE)
+    return count, filled[group].astype(jnp.int32), first_row, left

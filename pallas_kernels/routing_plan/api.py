@@ -6,6 +6,8 @@ for the base product and rows of one (expert, slot) bucket are contiguous inside
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -75,8 +77,10 @@ def combine(
     Rows past the last group count as zero (`grouped_lora_matmul` writes them so).
     """
     dtype = jnp.promote_types(jnp.float32, rows.dtype)
-    total = jnp.zeros((plan.position.shape[0], rows.shape[1]), dtype)
-    for choice in range(plan.position.shape[1]):
-        row = rows[plan.position[:, choice]].astype(dtype)
-        total = total + row * weights[:, choice, None].astype(dtype)
-    return total
+    products = [
+        rows[plan.position[:, choice]].astype(dtype) * weights[:, choice, None].astype(dtype)
+        for choice in range(plan.position.shape[1])
+    ]
+    # Finished products, so that no addition is fused with one of its two: which one the compiler
+    # takes would decide the rounding.
+    return functools.reduce(operator.add, lax.optimization_barrier(products))

@@ -1,0 +1,56 @@
+"""Requests as the tests make them, and comparison of what comes out bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lora_moe_jax import Completion, Engine, SamplingParams
+from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair
+from tests.adapters.tables import GOLDEN
+
+ADAPTERS = ("attn", "rslora", "experts")
+
+
+def greedy(max_tokens: int = 8, **settings) -> SamplingParams:
+    settings = {"temperature": 0.0, "ignore_eos": True, "logprobs": True} | settings
+    return SamplingParams(max_tokens=max_tokens, **settings)
+
+
+def sampled(seed: int, max_tokens: int = 8, **settings) -> SamplingParams:
+    return greedy(max_tokens, **{"temperature": 1.0, "seed": seed} | settings)
+
+
+def load_golden(engine: Engine, family: str, names: Sequence[str] = ADAPTERS) -> None:
+    for name in names:
+        engine.load_adapter(name, GOLDEN / family / "adapters" / name)
+
+
+def prompts(lengths: Sequence[int], seed: int = 0, vocab: int = 256) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, vocab, length).tolist() for length in lengths]
+
+
+def bits(completion: Completion) -> tuple:
+    """Tokens and the bits of their logprobs."""
+    return tuple(completion.token_ids), np.float32(completion.logprobs).tobytes()
+
+
+def probe(engine: Engine, adapter: str | None = None) -> bytes:
+    """Logits of a fixed sequence: what must not change when a bad thing was refused."""
+    return engine.score(prompts([40], seed=9), [adapter], return_logits=True)[0].logits.tobytes()
+
+
+def constant_adapter(engine: Engine, value: float, rank: int = 16) -> Adapter:
+    """An adapter whose every number, in every projection that has slots, is `value`."""
+    pairs = {}
+    for name, projection in engine.bank.projections.items():
+        groups = projection.groups
+        pairs[name] = LoraPair(
+            a=np.full((groups, rank, projection.in_features), value, np.float32),
+            b=np.full((groups, rank, projection.out_features), value, np.float32),
+            scaling=np.full(groups, value, np.float32),
+            ranks=np.full(groups, rank, np.int32),
+        )
+    return Adapter(pairs, "stacked", AdapterConfig(r=rank, target_modules=("q_proj",)))

@@ -1,0 +1,218 @@
+"""Text in and out without an engine."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from lora_moe_jax import CheckpointError, RequestError
+from lora_moe_jax.serving.text import TextCodec, TextStream
+from tests.serving.byte_tokenizer import SPECIAL, byte_codec, byte_tokenizer
+
+CODEC = byte_codec()
+TEXT = "Grüße, 世界! 👩‍👩‍👧 naïve ﷽ end"
+
+
+def stream(ids: list[int], stop=(), codec: TextCodec = CODEC) -> tuple[list[str], TextStream]:
+    """What each token made readable, the rest last; and the stream."""
+    one, parts = TextStream(codec, stop), []
+    for token in ids:
+        parts.append(one.push(token))
+        if one.stopped:
+            break
+    return [*parts, one.finish()], one
+
+
+# ---- streams -------------------------------------------------------------------------------------
+def test_characters_come_when_they_are_complete():
+    ids = CODEC.encode("aü👍b")
+    assert len(ids) == 8
+    parts, one = stream(ids)
+    assert parts == ["a", "", "ü", "", "", "", "👍", "b", ""]
+    assert one.text == "aü👍b" and not one.stopped
+
+
+def test_an_incomplete_character_at_the_end_is_shown_as_such():
+    parts, one = stream(CODEC.encode("a👍")[:-1])
+    assert parts[:-1] == ["a", "", "", ""] and parts[-1] == one.text[1:] != ""
+    assert one.text == CODEC.decode(CODEC.encode("a👍")[:-1]) and "\ufffd" in one.text
+
+
+def test_special_tokens_are_not_text():
+    ids = CODEC.encode(f"ab{SPECIAL}c")
+    assert 256 in ids
+    parts, one = stream(ids)
+    assert one.text == "abc" == "".join(parts)
+
+
+def test_tokens_beyond_the_vocabulary_are_not_text():
+    """Models often have more embeddings than their tokenizer has tokens."""
+    a, b = CODEC.encode("ab")
+    assert stream([a, 400, b, 100_000])[1].text == "ab"
+
+
+def test_random_bytes():
+    """Mostly invalid UTF-8: still the text that decoding all of it gives, and no error."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        ids = rng.integers(0, 260, rng.integers(1, 60)).tolist()
+        parts, one = stream(ids)
+        assert "".join(parts) == one.text == CODEC.decode(ids)
+
+
+@pytest.mark.parametrize("stop", ["世界", "界! ", "👩‍👧", "ß", "end", TEXT, "G", " "])
+def test_a_stop_string_cuts_the_text(stop):
+    ids = CODEC.encode(TEXT)
+    parts, one = stream(ids, [stop])
+    assert one.stopped and one.text == TEXT[: TEXT.index(stop)] == "".join(parts)
+    assert stop not in CODEC.decode(ids[: len(parts) - 2]), "it stopped at once"
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    parts, one = stream(CODEC.encode("xxabaabcd"), ["aabc"])
+    assert parts == ["x", "x", "", "ab", "", "", "", "", ""]
+    assert one.text == "xxab" and one.stopped
+
+
+def test_what_did_not_become_a_stop_string_comes_later():
+    parts, one = stream(CODEC.encode("abXab"), ["abc"])
+    assert parts == ["", "", "abX", "", "", "ab"]
+    assert one.text == "abXab" and not one.stopped
+
+
+def test_the_first_of_several_stop_strings_counts():
+    tokenizer = byte_tokenizer(merges=(("a", "b"), ("c", "d"), ("ab", "cd")))
+    codec = TextCodec(tokenizer, None, {})
+    ids = codec.encode("xabcdx")
+    assert len(ids) == 3, "abcd is one token"
+    assert stream(ids, ["cd", "bc"], codec)[1].text == "xa"
+    assert stream(ids, ["dx", "bcdx"], codec)[1].text == "xa"
+
+
+def test_a_stop_string_across_token_borders():
+    tokenizer = byte_tokenizer(merges=(("a", "b"), ("c", "d")))
+    codec = TextCodec(tokenizer, None, {})
+    ids = codec.encode("abcdef")
+    assert len(ids) == 4
+    parts, one = stream(ids, ["bcde"], codec)
+    assert parts == ["a", "", "", ""] and one.text == "a"
+
+
+def test_random_texts_and_stop_strings():
+    """The parts add up to the text before the first stop string, whatever the tokens are."""
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        text = "".join(rng.choice(list("abü"), 30))
+        stops = ["".join(rng.choice(list("abü"), rng.integers(1, 6))) for _ in range(3)]
+        parts, one = stream(CODEC.encode(text), stops)
+        ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+        if not ends:
+            assert "".join(parts) == text == one.text and not one.stopped
+            continue
+        seen = text[: min(ends)]  # what was generated when the first one was complete
+        cut = min(seen.index(stop) for stop in stops if stop in seen)
+        assert "".join(parts) == one.text == text[:cut] and one.stopped
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+def test_encoding_is_undone_by_decoding():
+    assert CODEC.decode(CODEC.encode(TEXT)) == TEXT
+
+
+def test_half_a_character_is_refused():
+    with pytest.raises(RequestError, match="Unicode"):
+        CODEC.encode("a\ud800b")
+
+
+# ---- chat ----------------------------------------------------------------------------------------
+TEMPLATE = """{%- for message in messages %}
+    {%- if message.role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}
+    {%- if message.content == 'skip' %}{% continue %}{% endif %}
+{{ bos_token + message['role'] + ': ' + message['content'] }}
+{% endfor %}
+{% if add_generation_prompt %}assistant:{% endif %}"""
+
+
+def test_chat_template():
+    codec = byte_codec(TEMPLATE, bos_token=SPECIAL)
+    messages = [{"role": "user", "content": c} for c in ("hi", "skip", "you")]
+    ids = codec.chat(messages)
+    rendered = f"{SPECIAL}user: hi\n{SPECIAL}user: you\nassistant:"
+    assert codec.tokenizer.decode(ids, skip_special_tokens=False) == rendered
+    assert ids.count(256) == 2, "the special tokens are tokens"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "says"),
+    [
+        (None, [{"role": "user", "content": "hi"}], "no chat template"),
+        (TEMPLATE, [{"role": "system", "content": "hi"}], "no system messages"),
+        (TEMPLATE, [{"role": "user", "content": None}], "refused"),
+        (TEMPLATE, [{"role": "user"}], "refused"),
+        (TEMPLATE, "hi", "list of objects"),
+        (TEMPLATE, {"role": "user", "content": "hi"}, "list of objects"),
+        (TEMPLATE, ["hi"], "list of objects"),
+        (TEMPLATE, None, "list of objects"),
+        ("{{ 1 / 0 }}", [], "refused"),
+        ("{{ messages[0].content[3:].missing.part }}", [], "refused"),
+        ("{% if %}", [], "refused"),
+        ("{{ messages.append(1) }}", [], "refused"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [], "refused"),
+        ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "Unicode"),
+    ],
+    ids=str,
+)
+def test_chat_refusals(template, messages, says):
+    with pytest.raises(RequestError, match=says):
+        byte_codec(template).chat(messages)
+
+
+# ---- folders -------------------------------------------------------------------------------------
+def write(folder, **settings):
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    assert TextCodec.from_folder(tmp_path) is None
+
+
+def test_a_folder(tmp_path):
+    write(
+        tmp_path,
+        chat_template="{{ bos_token }}{{ eos_token }}{{ pad_token }}",
+        bos_token=SPECIAL,
+        eos_token={"content": "E", "lstrip": False},
+        pad_token={"lstrip": False},
+        add_bos_token=True,
+    )
+    codec = TextCodec.from_folder(tmp_path)
+    assert codec.chat([]) == [256, *codec.encode("E")]
+    (tmp_path / "chat_template.jinja").write_text("ü")
+    assert TextCodec.from_folder(tmp_path).chat([]) == codec.encode("ü"), "the file has precedence"
+
+
+def test_a_list_of_templates_is_not_used(tmp_path):
+    write(tmp_path, chat_template=[{"name": "default", "template": "x"}])
+    with pytest.raises(RequestError, match="no chat template"):
+        TextCodec.from_folder(tmp_path).chat([])
+
+
+@pytest.mark.parametrize(
+    ("file", "data"),
+    [
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b"\xff"),
+        ("tokenizer_config.json", b"["),
+        ("tokenizer_config.json", b'{"a": 1, "a": 2}'),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_damaged_files(file, data, tmp_path):
+    (write(tmp_path) / file).write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        TextCodec.from_folder(tmp_path)
+    assert caught.value.file == str(tmp_path / file)
