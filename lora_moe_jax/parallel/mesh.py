@@ -45,16 +45,17 @@ def mesh_axes(mesh: Mesh | None) -> MeshAxes:
     """
     if mesh is None:
         return MeshAxes()
-    unknown = [name for name in mesh.axis_names if name not in SUPPORTED_AXES]
+    # An axis of one device splits nothing, whatever its name.
+    unknown = [n for n, size in mesh.shape.items() if n not in SUPPORTED_AXES and size > 1]
     if unknown:
         raise ConfigError(
             "unknown mesh axis",
             key=f"mesh axis {unknown[0]!r}",
-            expected=f"axes named {SUPPORTED_AXES}",
-            found=str(mesh.axis_names),
+            expected=f"axes named {SUPPORTED_AXES}, or of one device",
+            found=str(dict(mesh.shape)),
             hint='make the mesh with jax.make_mesh((2, 2), ("expert", "tensor"))',
         )
-    return MeshAxes(**{name: name for name in mesh.axis_names})
+    return MeshAxes(**{name: name for name in mesh.axis_names if name in SUPPORTED_AXES})
 
 
 def automatic(mesh: Mesh | None) -> Mesh | None:

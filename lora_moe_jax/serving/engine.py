@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -32,17 +30,16 @@ from lora_moe_jax.serving.progress import progress_bar
 from lora_moe_jax.serving.request import (
     Completion,
     Delta,
-    FinishReason,
     GenerateRequest,
     Request,
     Score,
     ScoreRequest,
 )
-from lora_moe_jax.serving.sampler import SamplingRows
+from lora_moe_jax.serving.runner import Runner
 from lora_moe_jax.serving.sampling_params import SamplingParams
-from lora_moe_jax.serving.scheduler import Chunk, Scheduler, StepBatch
+from lora_moe_jax.serving.scheduler import Scheduler
 from lora_moe_jax.serving.steps import ModelArrays, Steps, allocate_pages
-from lora_moe_jax.serving.text import TextCodec, TextStream
+from lora_moe_jax.serving.text import TextCodec
 
 Prompt = str | Sequence[int]
 
@@ -86,18 +83,15 @@ class Engine:
         self.options = options
         self.codec = codec
         self.bank = arrays.bank
-        self._steps = steps
         self._registry = AdapterRegistry(options.max_adapters)
-        self._scheduler = Scheduler(
+        scheduler = Scheduler(
             PagePool(options.pages, options.page_size),
             rows=options.max_requests,
             pages_per_request=options.pages_per_request,
             token_buckets=options.token_buckets,
             prefill_chunk=options.prefill_chunk,
         )
-        self._streams: dict[Request, TextStream | None] = {}
-        self._deltas: dict[Request, deque[Delta]] = {}
-        self._counts = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
+        self._runner = Runner(steps, scheduler, codec, config.eos_token_ids, options.max_requests)
 
     @classmethod
     def from_pretrained(
@@ -229,7 +223,8 @@ class Engine:
         return list(self._registry)
 
     def _refuse_in_use(self, name: str) -> None:
-        users = [r for r in self._deltas if r.adapter is not None and r.adapter.name == name]
+        unfinished = self._runner.unfinished
+        users = [r for r in unfinished if r.adapter is not None and r.adapter.name == name]
         if users:
             raise AdapterError(
                 "the adapter is in use",
@@ -292,7 +287,7 @@ class Engine:
             self._check_length(request, f"prompts[{index}]", chosen.max_tokens)
             requests.append(request)
         self._choose_adapters(requests, adapters)
-        return self._run(requests)
+        return self._runner.run(requests)
 
     def score(
         self,
@@ -318,7 +313,7 @@ class Engine:
             self._check_length(request, f"token_ids[{index}]", 0)
             requests.append(request)
         self._choose_adapters(requests, adapters)
-        for _ in self._run(requests):
+        for _ in self._runner.run(requests):
             raise AssertionError("scoring yields no tokens")
         return [_score(request) for request in requests]
 
@@ -328,18 +323,18 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and sizes."""
-        pool, adapters = self._scheduler.pool, len(self.adapters())
+        scheduler, adapters = self._runner.scheduler, len(self.adapters())
         return EngineStats(
             compilations=compile_count(),
-            **self._counts,
+            **self._runner.counts,
             adapters=adapters,
             free_adapter_slots=self.options.max_adapters - adapters,
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            free_pages=pool.free,
-            total_pages=pool.total,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_pages=scheduler.pool.free,
+            total_pages=scheduler.pool.total,
             bank_bytes=self.bank.nbytes,
-            cache_bytes=sum(array.nbytes for array in jax.tree.leaves(self._steps.pages)),
+            cache_bytes=sum(array.nbytes for array in jax.tree.leaves(self._runner.steps.pages)),
         )
 
     def _token_ids(self, prompt: Prompt, key: str) -> list[int]:
@@ -378,142 +373,6 @@ class Engine:
                     found=repr(name),
                     hint="load it with load_adapter",
                 ) from error
-
-    # The loop
-
-    def _run(self, requests: Sequence[Request]) -> Iterator[Delta]:
-        """Steps the engine until these requests are done; others that are running go along."""
-        for request in requests:
-            self._deltas[request] = deque()
-            if isinstance(request, GenerateRequest) and self.codec is not None:
-                self._streams[request] = TextStream(self.codec, request.params.stop)
-        self._scheduler.add(requests)
-        deltas = self._drain(requests)
-        next(deltas)
-        return deltas
-
-    def _drain(self, requests: Sequence[Request]) -> Iterator[Delta]:
-        """Yields None once, to be past the start: only then does closing it run its end."""
-        try:
-            yield None
-            unfinished = list(requests)
-            while unfinished:
-                for request in list(unfinished):
-                    while self._deltas[request]:
-                        yield self._deltas[request].popleft()
-                    if request.done:
-                        unfinished.remove(request)
-                if unfinished:
-                    self._step()
-        finally:
-            for request in requests:
-                self._scheduler.finish(request)
-                self._deltas.pop(request, None)
-                self._streams.pop(request, None)
-
-    def _step(self) -> None:
-        batch = self._scheduler.next_batch()
-        with no_compile("a step"):
-            hidden = self._steps.forward(batch.device_arrays())
-            self._sample(batch, hidden)
-            self._score(batch, hidden)
-        self._counts["steps"] += 1
-        for chunk in batch.chunks:
-            request = chunk.request
-            inside_prompt = min(chunk.start + chunk.length, request.prompt_length) - chunk.start
-            self._counts["prompt_tokens"] += max(inside_prompt, 0)
-            if isinstance(request, ScoreRequest) and chunk.completes:
-                self._finish(request)
-
-    def _sample(self, batch: StepBatch, hidden: jax.Array) -> None:
-        chunks = [c for c in batch.chunks if c.samples]
-        if not chunks:
-            return
-        rows, slots, settings = _sampling_rows(chunks, self.options.max_requests)
-        tokens, logprobs = self._steps.sample(hidden, rows, slots, settings)
-        for chunk, token, logprob in zip(chunks, tokens.tolist(), logprobs.tolist(), strict=False):
-            self._take_token(chunk.request, token, logprob)
-
-    def _take_token(self, request: GenerateRequest, token: int, logprob: float) -> None:
-        request.tokens.append(token)
-        request.logprobs.append(logprob)
-        self._counts["generated_tokens"] += 1
-        stream = self._streams.get(request)
-        text = None if stream is None else stream.push(token)
-        reason = self._finish_reason(request, token, stream)
-        completion = None
-        if reason is not None:
-            self._finish(request)
-            text = None if stream is None else text + stream.finish()
-            completion = _completion(request, reason, stream)
-        shown = logprob if request.params.logprobs else None
-        self._deltas[request].append(Delta(request.index, token, shown, text, completion))
-
-    def _finish_reason(self, request, token, stream) -> FinishReason | None:
-        params = request.params
-        ends = () if params.ignore_eos else self.config.eos_token_ids
-        if token in ends or token in params.stop_token_ids or (stream and stream.stopped):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.generated) == params.max_tokens else None
-
-    def _score(self, batch: StepBatch, hidden: jax.Array) -> None:
-        chunks = [c for c in batch.chunks if isinstance(c.request, ScoreRequest)]
-        if not chunks:
-            return
-        targets = np.zeros(len(batch.tokens), np.int32)
-        for chunk in chunks:
-            after = chunk.request.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
-            targets[chunk.offset : chunk.offset + len(after)] = after
-        logprobs, logits = self._steps.score(hidden, batch.token_slots, targets)
-        wanted = any(chunk.request.return_logits for chunk in chunks)
-        logits = np.asarray(logits) if wanted else None
-        for chunk in chunks:
-            rows = slice(chunk.offset, chunk.offset + chunk.length)
-            chunk.request.logprobs.append(logprobs[rows])
-            if chunk.request.return_logits:
-                chunk.request.logits.append(logits[rows])
-
-    def _finish(self, request: Request) -> None:
-        request.done = True
-        self._scheduler.finish(request)
-
-
-def _sampling_rows(chunks: Sequence[Chunk], size: int) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Row numbers, slots and settings of the chunks' last rows, padded to `size` rows."""
-    rows, slots = np.zeros(size, np.int32), np.full(size, -1, np.int32)
-    settings = SamplingRows(
-        temperature=np.zeros(size, np.float32),
-        top_k=np.zeros(size, np.int32),
-        top_p=np.ones(size, np.float32),
-        min_p=np.zeros(size, np.float32),
-        seed=np.zeros(size, np.uint32),
-        step=np.zeros(size, np.int32),
-    )
-    for i, chunk in enumerate(chunks):
-        request, params = chunk.request, chunk.request.params
-        rows[i] = chunk.offset + chunk.length - 1
-        slots[i] = request.slot
-        settings.temperature[i] = params.temperature
-        settings.top_k[i] = params.top_k
-        settings.top_p[i] = params.top_p
-        settings.min_p[i] = params.min_p
-        settings.seed[i] = request.seed
-        settings.step[i] = len(request.generated)
-    return rows, slots, settings
-
-
-def _completion(
-    request: GenerateRequest, reason: FinishReason, stream: TextStream | None
-) -> Completion:
-    return Completion(
-        text=None if stream is None else stream.text,
-        token_ids=list(request.generated),
-        logprobs=list(request.logprobs) if request.params.logprobs else None,
-        finish_reason=reason,
-        adapter=None if request.adapter is None else request.adapter.name,
-        adapter_version=None if request.adapter is None else request.adapter.version,
-        prompt_token_ids=request.tokens[: request.prompt_length],
-    )
 
 
 def _score(request: ScoreRequest) -> Score:

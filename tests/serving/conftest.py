@@ -65,7 +65,7 @@ def engine(engines) -> Callable[[str], Engine]:
 
     yield get
     for one in used.values():
-        one._scheduler.prefill_chunk = one.options.prefill_chunk
+        one._runner.scheduler.prefill_chunk = one.options.prefill_chunk
         stats = one.stats()
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.free_pages == stats.total_pages

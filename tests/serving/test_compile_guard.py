@@ -56,4 +56,4 @@ def test_a_step_of_another_size_is_refused(engine):
     one = engine("deepseek_v3")
     batch = {name: np.zeros(5, np.int32) for name in ("tokens", "positions", "token_slots")}
     with pytest.raises(LateCompileError, match=r"forward\[5\].*forward\[8\]"):
-        one._steps.forward(batch)
+        one._runner.steps.forward(batch)

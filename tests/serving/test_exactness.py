@@ -33,7 +33,7 @@ def test_prefill_chunks_change_nothing(loaded):
     whole = loaded.score(batch, names, return_logits=True)
     generated = loaded.generate(batch, greedy(4), names)
     for chunk in (1, 3, 7):
-        loaded._scheduler.prefill_chunk = chunk
+        loaded._runner.scheduler.prefill_chunk = chunk
         for expected, found in zip(
             whole, loaded.score(batch, names, return_logits=True), strict=True
         ):

@@ -231,7 +231,7 @@ def test_more_pages_than_there_are(one, monkeypatch):
     """With a third of the pages fewer requests run at a time; none is lost or changed."""
     batch, params = prompts([60] * 9), greedy(20)
     expected = list(map(bits, one.generate(batch, params)))
-    pool = one._scheduler.pool
+    pool = one._runner.scheduler.pool
     held = pool.take(pool.free - 2 * pool.needed(79))
     most = 0
     step = Scheduler.next_batch

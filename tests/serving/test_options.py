@@ -81,7 +81,7 @@ def test_bfloat16_is_as_exact():
     outs = one.generate(batch, greedy(9), names)
     for prompt, name, out in zip(batch, names, outs, strict=True):
         assert bits(one.generate([prompt], greedy(9), [name])[0]) == bits(out)
-        one._scheduler.prefill_chunk = 7
+        one._runner.scheduler.prefill_chunk = 7
         score = one.score([prompt + out.token_ids], [name])[0]
         assert np.array_equal(score.logprobs[len(prompt) - 1 :], np.float32(out.logprobs))
-        one._scheduler.prefill_chunk = one.options.prefill_chunk
+        one._runner.scheduler.prefill_chunk = one.options.prefill_chunk
