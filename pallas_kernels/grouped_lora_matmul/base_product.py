@@ -34,7 +34,7 @@ def grouped_product(x, w, group_sizes, contract):
     Returns:
       `[M or more, N]` in the accumulation dtype; rows past the last group are zero.
     """
-    if group_sizes is None or w.shape[0] == 1:
+    if group_sizes is None:
         return _equal_groups(x, w, contract)
     heights = _heights(contract)
     tallest, rows = heights[-1], x.shape[0]
