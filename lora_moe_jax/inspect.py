@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import jax
+from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
@@ -13,7 +15,6 @@ from lora_moe_jax.checkpoint.reader import Checkpoint
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.errors import ConfigError
-from lora_moe_jax.layers.adapter_slots import AdapterSlots
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, iter_slots, projections
 
@@ -86,8 +87,7 @@ def _print_model(console: Console, folder: Path, max_rank: int, max_adapters: in
 
 def _slot_bytes(model) -> int:
     """Bytes of a model's bank, built with one slot."""
-    slots: list[AdapterSlots] = iter_slots(model)
-    arrays = [variable for s in slots for variable in (s.a, s.b, s.scaling)]
+    arrays = jax.tree.leaves([nnx.state(slots) for slots in iter_slots(model)])
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,12 +19,25 @@ from lora_moe_jax.errors import AdapterError
 from pallas_kernels import Lora
 
 
+class KvBLora(NamedTuple):
+    """The slots of MLA's kv_b, which is used in two halves: B by head, key and value columns.
+
+    Shapes: a `[slots, 1, rank, latent]`, b_key `[slots, heads, rank, nope]`, b_value
+    `[slots, heads, rank, v]`, scaling `[slots, 1]`.
+    """
+
+    a: jax.Array
+    b_key: jax.Array
+    b_value: jax.Array
+    scaling: jax.Array
+
+
 @dataclass(frozen=True)
 class SlotEntry:
     """One projection of the bank."""
 
     projection: Projection
-    arrays: Lora
+    arrays: Lora | KvBLora
 
 
 class Bank:
@@ -32,8 +45,8 @@ class Bank:
 
     Args:
       entries: for each projection name, its projection and arrays
-        a `[slots, groups|1, rank, in]`, b `[slots, groups|1, rank, out]`,
-        scaling `[slots, groups]`.
+        a `[slots, groups|1, rank, in]`, b `[slots, groups|1, rank, out]`, scaling
+        `[slots, groups]`; or a `KvBLora`.
     """
 
     def __init__(self, entries: Mapping[str, SlotEntry]):
@@ -79,7 +92,7 @@ class Bank:
         for name, lora in self.arrays.items():
             key = tuple((array.shape, array.dtype, array.sharding) for array in lora)
             if key not in compiled:
-                shardings = Lora(*(array.sharding for array in lora))
+                shardings = type(lora)(*(array.sharding for array in lora))
                 write = jax.jit(_write_slot, donate_argnums=0, out_shardings=shardings)
                 compiled[key] = write.lower(lora, np.int32(0), self._padded(lora, None)).compile()
             writers[name] = compiled[key]
@@ -103,7 +116,9 @@ class Bank:
                 found=str(pair.a.shape[1]),
                 hint="build the engine with a larger max_rank",
             )
-        for side, values, slots in (("lora_A", pair.a, lora.a), ("lora_B", pair.b, lora.b)):
+        # All factors of kv_b are shared by its heads, in files too.
+        factors = () if isinstance(lora, KvBLora) else ((pair.a, lora.a), (pair.b, lora.b))
+        for side, (values, slots) in zip(("lora_A", "lora_B"), factors, strict=False):
             if values.shape[0] > slots.shape[1]:
                 raise AdapterError(
                     "the engine keeps one factor for all experts of a layer, the adapter has many",
@@ -114,22 +129,27 @@ class Bank:
                 )
 
     @staticmethod
-    def _padded(lora: Lora, pair: LoraPair | None) -> Lora:
+    def _padded(lora: Lora | KvBLora, pair: LoraPair | None) -> Lora | KvBLora:
         """The slot's new values: ranks padded with zeros, shared factors repeated if need be."""
-        shapes = Lora(*(array.shape[1:] for array in lora))
-        values = Lora(
-            *(np.zeros(shape, array.dtype) for shape, array in zip(shapes, lora, strict=True))
-        )
-        if pair is not None:
-            rank = pair.a.shape[1]
-            values.a[:, :rank] = pair.a
+        values = type(lora)(*(np.zeros(array.shape[1:], array.dtype) for array in lora))
+        if pair is None:
+            return values
+        rank = pair.a.shape[1]
+        values.a[:, :rank] = pair.a
+        values.scaling[:] = pair.scaling
+        if isinstance(lora, KvBLora):
+            heads, _, nope = values.b_key.shape
+            by_head = pair.b[0].reshape(rank, heads, -1).swapaxes(0, 1)
+            values.b_key[:, :rank] = by_head[:, :, :nope]
+            values.b_value[:, :rank] = by_head[:, :, nope:]
+        else:
             values.b[:, :rank] = pair.b
-            values.scaling[:] = pair.scaling
         return values
 
 
-def _write_slot(lora: Lora, slot: jax.Array, values: Lora) -> Lora:
-    return Lora(
+def _write_slot(lora, slot: jax.Array, values):
+    """The arrays of one projection with one slot replaced."""
+    return type(lora)(
         *(
             jax.lax.dynamic_update_index_in_dim(array, value, slot, 0)
             for array, value in zip(lora, values, strict=True)

@@ -18,7 +18,7 @@ class AdapterSlots(nnx.Module):
     """A, B and scaling of every slot for one projection, zero until an adapter is written.
 
     Shapes: a `[slots, groups|1, rank, in]`, b `[slots, groups|1, rank, out]`, scaling float32
-    `[slots, groups|1]`.
+    `[slots, groups]`.
     """
 
     def __init__(
@@ -29,39 +29,44 @@ class AdapterSlots(nnx.Module):
         in_axis: str | None = None,
         out_axis: str | None = None,
     ):
-        config = build.adapters
+        config, groups = build.adapters, projection.groups
         self.projection = projection
-        groups = projection.groups
         name = projection.name.rsplit(".", 1)[-1]
         shared = config.shared_outer and projection.kind == "expert"
         a_groups = 1 if shared and name != "down_proj" else groups
         b_groups = 1 if shared and name == "down_proj" else groups
-        self.a = self._zeros(config, a_groups, projection.in_features, in_axis)
-        self.b = self._zeros(config, b_groups, projection.out_features, out_axis)
-        expert = "expert" if groups > 1 else None
-        self.scaling = LoraParam(
-            jnp.zeros((config.slots, groups), jnp.float32), axes=(None, expert)
-        )
-
-    @staticmethod
-    def _zeros(config, groups, width, axis):
-        expert = "expert" if groups > 1 else None
-        return LoraParam(
-            jnp.zeros((config.slots, groups, config.rank, width), config.dtype),
-            axes=(None, expert, None, axis),
-        )
+        a_shape = (a_groups, config.rank, projection.in_features)
+        b_shape = (b_groups, config.rank, projection.out_features)
+        self.a = zero_slots(build, a_shape, (_expert_axis(a_groups), None, in_axis))
+        self.b = zero_slots(build, b_shape, (_expert_axis(b_groups), None, out_axis))
+        self.scaling = zero_slots(build, (groups,), (_expert_axis(groups),), "float32")
 
     def lora(self) -> Lora:
         """The arrays in the form that the kernels take."""
         return Lora(self.a[...], self.b[...], self.scaling[...])
 
 
+def zero_slots(
+    build: Build, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str | None = None
+) -> LoraParam:
+    """An array of this shape for every slot; `axes` are the logical names of its dimensions."""
+    config = build.adapters
+    return LoraParam(jnp.zeros((config.slots, *shape), dtype or config.dtype), axes=(None, *axes))
+
+
+def _expert_axis(groups: int) -> str | None:
+    return "expert" if groups > 1 else None
+
+
 def adapter_slots(projection: Projection, build: Build, **axes) -> AdapterSlots | None:
     """The slots of a projection, or None when no adapter may target it."""
+    return AdapterSlots(projection, build, **axes) if has_slots(projection, build) else None
+
+
+def has_slots(projection: Projection, build: Build) -> bool:
+    """Whether adapters may target this projection."""
     config = build.adapters
-    if config is None or not (config.targets is None or projection.name in config.targets):
-        return None
-    return AdapterSlots(projection, build, **axes)
+    return config is not None and (config.targets is None or projection.name in config.targets)
 
 
 def lora_of(slots: AdapterSlots | None) -> Lora | None:

@@ -20,9 +20,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from lora_moe_jax.adapters.bank import KvBLora
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.config.model import MlaConfig, ModelConfig
-from lora_moe_jax.layers.adapter_slots import adapter_slots
+from lora_moe_jax.layers.adapter_slots import AdapterSlots, has_slots, zero_slots
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.cache import LayerCache
 from lora_moe_jax.layers.linear import FusedLinear, Linear
@@ -109,10 +110,9 @@ class LatentAttention(nnx.Module):
 
 
 class AbsorbedKvB(nnx.Module):
-    """kv_b split by head into key rows (transposed) and value rows; its adapters stay whole.
+    """kv_b split by head into key rows (transposed) and value rows; as are its adapters.
 
     Weights: k_up `[heads, kv_lora_rank, nope]`, v_up `[heads, v_head_dim, kv_lora_rank]`.
-    The adapters' B is kept in kv_b's own order, `[slots, 1, rank, heads * (nope + v)]`.
     """
 
     def __init__(self, name: str, config: ModelConfig, build: Build):
@@ -132,38 +132,51 @@ class AbsorbedKvB(nnx.Module):
         )
         width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         projection = Projection(name, mla.kv_lora_rank, width)
-        self.slots = adapter_slots(projection, build, out_axis="heads")
+        self.slots = KvBSlots(projection, build, mla) if has_slots(projection, build) else None
 
     def absorb_query(
         self, q_nope: Float[Array, "tokens heads nope"], token_slots: Int[Array, " tokens"]
     ) -> Float[Array, "tokens heads latent"]:
         """q_nope in the latent's space."""
-        lora = self._lora()
-        if lora is not None:
-            a, b_key, _, scaling = lora
-            lora = Lora(b_key, a, scaling)
+        lora = None if self.slots is None else self.slots.key_lora()
         return _per_head(q_nope, self.k_up[...], token_slots, lora)
 
     def values(
         self, attended: Float[Array, "tokens heads latent"], token_slots: Int[Array, " tokens"]
     ) -> Float[Array, "tokens heads v"]:
         """The values of attention-weighted latents."""
-        lora = self._lora()
-        if lora is not None:
-            a, _, b_value, scaling = lora
-            lora = Lora(a, b_value, scaling)
+        lora = None if self.slots is None else self.slots.value_lora()
         return _per_head(attended, self.v_up[...], token_slots, lora)
 
-    def _lora(self):
-        """A `[slots, 1, rank, latent]`, B by head `[slots, heads, rank, nope | v]`, scaling."""
-        if self.slots is None:
-            return None
-        a, b, scaling = self.slots.lora()
-        slots, _, rank, _ = b.shape
-        head = self.mla.qk_nope_head_dim + self.mla.v_head_dim
-        b = jnp.swapaxes(b.reshape(slots, rank, -1, head), 1, 2)
-        b_key, b_value = jnp.split(b, [self.mla.qk_nope_head_dim], axis=-1)
-        return a, b_key, b_value, scaling
+
+class KvBSlots(AdapterSlots):
+    """kv_b's adapter slots, with B by head and split as the weight is.
+
+    Shapes: a `[slots, 1, rank, latent]`, b_key `[slots, heads, rank, nope]`, b_value
+    `[slots, heads, rank, v]`, scaling float32 `[slots, 1]`.
+    """
+
+    def __init__(self, projection: Projection, build: Build, mla: MlaConfig):
+        self.projection = projection
+        rank = build.adapters.rank
+        heads = projection.out_features // (mla.qk_nope_head_dim + mla.v_head_dim)
+        by_head = ("heads", None, None)
+        self.a = zero_slots(build, (1, rank, projection.in_features), (None, None, None))
+        self.b_key = zero_slots(build, (heads, rank, mla.qk_nope_head_dim), by_head)
+        self.b_value = zero_slots(build, (heads, rank, mla.v_head_dim), by_head)
+        self.scaling = zero_slots(build, (1,), (None,), "float32")
+
+    def lora(self) -> KvBLora:
+        """The arrays in the form that the bank writes."""
+        return KvBLora(self.a[...], self.b_key[...], self.b_value[...], self.scaling[...])
+
+    def key_lora(self) -> Lora:
+        """The adapters of queries times W_UK: B inside, one for each head, A outside."""
+        return Lora(self.b_key[...], self.a[...], self.scaling[...])
+
+    def value_lora(self) -> Lora:
+        """The adapters of latents times W_UVᵀ: A inside, B outside, one for each head."""
+        return Lora(self.a[...], self.b_value[...], self.scaling[...])
 
 
 def _per_head(x: jax.Array, w: jax.Array, token_slots: jax.Array, lora: Lora | None) -> jax.Array:

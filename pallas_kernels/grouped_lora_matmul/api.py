@@ -129,6 +129,8 @@ def _check(x, w, group_sizes, row_slots, lora, parts):
 
 def _check_pair(pair: Lora, groups: int, n: int, k: int):
     slots, _, rank, _ = pair.a.shape
+    if rank == 0:
+        raise ValueError(f"lora.a must have a rank of at least 1, got {pair.a.shape}")
     for name, array, tail in (
         ("a", pair.a, (rank, k)),
         ("b", pair.b, (rank, n)),

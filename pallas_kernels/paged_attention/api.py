@@ -32,7 +32,10 @@ def write_pages(
     values: Float[Array, "tokens *features"],
     view: PageView,
 ) -> Float[Array, "pages page_size *features"]:
-    """Stores each token's values at its position; padding tokens write nothing."""
+    """Stores each token's values at its position.
+
+    Padding tokens, and positions past the request's page table, write nothing.
+    """
     return xla.write_pages(pages, values, view)
 
 

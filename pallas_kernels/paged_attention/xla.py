@@ -19,7 +19,8 @@ def write_pages(pages, values, view):
     page_size = pages.shape[1]
     flat = pages.reshape(-1, *pages.shape[2:])
     slot = _cache_index(view.page_tables, view.request, view.positions, page_size)
-    slot = jnp.where(view.request >= 0, slot, flat.shape[0])  # past the end: dropped
+    in_table = (view.request >= 0) & (view.positions < view.page_tables.shape[1] * page_size)
+    slot = jnp.where(in_table, slot, flat.shape[0])  # past the end: dropped
     return flat.at[slot].set(values.astype(pages.dtype), mode="drop").reshape(pages.shape)
 
 

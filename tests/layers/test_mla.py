@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from lora_moe_jax.config.model import RopeConfig
+from lora_moe_jax.layers.adapter_slots import LoraParam
+from lora_moe_jax.layers.build import Build, SlotConfig
 from lora_moe_jax.layers.cache import LayerCache, single_sequence_cache
-from lora_moe_jax.layers.mla import KeyRows, LatentAttention, ValueRows
+from lora_moe_jax.layers.mla import AbsorbedKvB, KeyRows, LatentAttention, ValueRows
 from lora_moe_jax.layers.rope import attention_factor, inverse_frequencies
 from pallas_kernels import PageView
 from tests.layers.modules import (
@@ -58,6 +63,16 @@ def rotate(x, positions, rope):
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
+def kv_b_slots(module):
+    """kv_b's slots with B in the checkpoint's order instead of by head."""
+    slots = module.slots
+    if slots is None:
+        return None
+    by_head = np.concatenate([wide(slots.b_key), wide(slots.b_value)], axis=-1).swapaxes(1, 2)
+    whole = by_head.reshape(len(by_head), 1, by_head.shape[1], -1)
+    return SimpleNamespace(a=slots.a, b=whole, scaling=slots.scaling)
+
+
 def kv_b_weight(module):
     """The checkpoint's kv_b from the two absorbed weights: per head, key rows then value rows."""
     keys, values = wide(module.k_up).transpose(0, 2, 1), wide(module.v_up)
@@ -84,7 +99,7 @@ def textbook(mla, x, positions, slot):
     q = q.reshape(len(x), HEADS, HEAD)
     latent = rms(kv_a[:, : MLA.kv_lora_rank], wide(mla.kv_a_layernorm.weight), 1e-6)
     k_rope = rotate(kv_a[:, MLA.kv_lora_rank :], positions, config.rope)
-    kv_b = merged(kv_b_weight(mla.kv_b_proj), mla.kv_b_proj.slots, slot)
+    kv_b = merged(kv_b_weight(mla.kv_b_proj), kv_b_slots(mla.kv_b_proj), slot)
     kv = (latent @ kv_b.T).reshape(len(x), HEADS, -1)
     k_nope, v = np.split(kv, [MLA.qk_nope_head_dim], axis=-1)
     q_nope, q_rope = np.split(q, [MLA.qk_nope_head_dim], axis=-1)
@@ -148,6 +163,31 @@ def test_kv_b_comes_back_from_its_two_halves():
     assert np.array_equal(values.store(values.load(kv_b))[0], by_head[:, 16:])
 
 
+def test_the_work_does_not_grow_with_the_number_of_slots():
+    """Adapters are read where they lie: no copy of all slots is made."""
+
+    def temporary_bytes(slots: int) -> int:
+        with_slots = nnx.eval_shape(lambda: AbsorbedKvB("kv_b_proj", V3, many_slots(slots)))
+        graph, state = nnx.split(with_slots)
+        q = jax.ShapeDtypeStruct((8, HEADS, MLA.qk_nope_head_dim), jnp.float32)
+        latent = jax.ShapeDtypeStruct((8, HEADS, MLA.kv_lora_rank), jnp.float32)
+        slot_of_token = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+        def both(state, q, latent, token_slots):
+            module = nnx.merge(graph, state)
+            return module.absorb_query(q, token_slots), module.values(latent, token_slots)
+
+        compiled = jax.jit(both).lower(state, q, latent, slot_of_token).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    few, many = temporary_bytes(2), temporary_bytes(200)
+    assert many <= 1.5 * few
+
+
+def many_slots(slots: int) -> Build:
+    return Build(nnx.Rngs(0), "float32", SlotConfig(slots=slots, rank=3, dtype="float32"))
+
+
 def test_decoding_gives_the_bits_of_prefill():
     """The requests of a batch one token at a time."""
     mla = make_mla(V3)
@@ -164,10 +204,10 @@ def test_decoding_gives_the_bits_of_prefill():
 def test_a_poisoned_adapter_stays_with_its_request():
     mla, args = make_mla(V3), batch()
     clean = np.asarray(run(mla, *args)[0])
-    banks = [*mla.a_proj.slots, mla.q_b_proj.slots, mla.kv_b_proj.slots, mla.o_proj.slots]
-    for bank in banks:
-        for variable in (bank.a, bank.b, bank.scaling):
-            variable[...] = variable[...].at[0].set(jnp.nan)
+    poisoned = nnx.state(mla, LoraParam)
+    for _, variable in nnx.to_flat_state(poisoned):
+        variable[...] = variable[...].at[0].set(jnp.nan)
+    nnx.update(mla, poisoned)
     found = np.asarray(run(mla, *args)[0])
     others = REQUEST != 2  # the request of slot 0
     assert np.array_equal(found[others], clean[others])
