@@ -31,7 +31,9 @@ def open_folder(folder: str | os.PathLike) -> dict[str, SafetensorsFile]:
         return dict.fromkeys(file.tensors, file)
     if _exists(folder / INDEX):
         return _open_shards(folder)
-    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin*"))
+    pickled = []
+    if folder.is_dir():  # a path with a NUL is none, and cannot be searched
+        pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin*"))
     raise CheckpointError(
         "there are no weights that can be read",
         file=folder,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 
 import numpy as np
@@ -23,7 +22,9 @@ def one(engine):
 
 @pytest.fixture
 def with_text(one, monkeypatch):
-    monkeypatch.setattr(one, "codec", byte_codec())
+    codec = byte_codec()
+    monkeypatch.setattr(one, "codec", codec)
+    monkeypatch.setattr(one._runner, "_codec", codec)
     return one
 
 
@@ -62,7 +63,7 @@ def test_end_of_text_tokens(one, monkeypatch):
     prompt = prompts([5], seed=1)[0]
     whole = run(one, prompt, greedy(20)).token_ids
     ends = (whole[4], 255)
-    monkeypatch.setattr(one, "config", dataclasses.replace(one.config, eos_token_ids=ends))
+    monkeypatch.setattr(one._runner, "_eos_token_ids", ends)
     out = run(one, prompt, greedy(20, ignore_eos=False))
     assert out.token_ids == whole[: whole.index(whole[4]) + 1]
     assert out.finish_reason is FinishReason.STOP
