@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-HEIGHTS = (32, 64, 96)
+HEIGHTS = (16, 32, 48, 64, 80, 96)
 ONE_HEIGHT = (32,)
 
 
