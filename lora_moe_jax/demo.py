@@ -174,7 +174,8 @@ def _break(console: Console, engine: Engine, scratch: Path) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=True)
     name = engine.adapters()[0].name
     (before,) = engine.generate([PROMPTS[0]], params, [name])
-    table = Table("broken adapter", "answer", title="What broken adapters are answered")
+    table = Table("broken adapter", title="What broken adapters are answered")
+    table.add_column("answer", overflow="fold")  # whole keys, on narrow terminals too
     for title, folder in _broken_adapters(scratch):
         try:
             engine.load_adapter("broken", folder)
