@@ -10,8 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from lora_moe_jax.bench.kernels import SECTIONS, run_bench, show
 from lora_moe_jax.errors import LoraMoeError, RequestError
 from lora_moe_jax.pocket import ADAPTERS, BASE
+from pallas_kernels.shapes import EXPERT_SHAPES
 
 DESCRIPTION = "Train and serve many LoRA adapters at once over one Mixture-of-Experts base model."
 MODEL_HELP = "Hugging Face model folder, or 'pocket' for the model that comes with the package"
@@ -62,9 +64,24 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure")
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    kernels = benches.add_parser("kernels", help="grouped_lora_matmul against a dense product")
+    kernels = benches.add_parser("kernels", help="the kernels against their roofline and others")
+    kernels.add_argument(
+        "--only",
+        action="append",
+        choices=tuple(SECTIONS),
+        help="a section to run; may be repeated. Default: slots on a CPU, all others on a GPU",
+    )
+    kernels.add_argument(
+        "--shape",
+        action="append",
+        choices=tuple(EXPERT_SHAPES),
+        help="a model's experts; may be repeated. Default: all",
+    )
     kernels.add_argument("--json", type=Path, help="also write the numbers to this file")
     kernels.set_defaults(run=_bench_kernels)
+    shown = benches.add_parser("show", help="the tables of a file that --json wrote")
+    shown.add_argument("file", type=Path)
+    shown.set_defaults(run=_bench_show)
     return parser
 
 
@@ -184,9 +201,17 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _bench_kernels(options: argparse.Namespace) -> None:
-    from lora_moe_jax.bench.kernels import run_bench
+    run_bench(_wide_console(), options.only or (), options.shape or (), options.json)
 
-    run_bench(Console(), options.json)
+
+def _bench_show(options: argparse.Namespace) -> None:
+    show(_wide_console(), options.file)
+
+
+def _wide_console() -> Console:
+    """Tables have a dozen columns: room for them where no terminal sets the width."""
+    console = Console()
+    return console if console.is_terminal else Console(width=180)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ This package depends on JAX alone.
 """
 
 from pallas_kernels.grouped_lora_matmul.api import Lora, grouped_lora_matmul, lora_matmul
+from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.moe_mlp.api import moe_mlp
 from pallas_kernels.paged_attention.api import (
     PageView,
     paged_attention,
@@ -15,12 +17,14 @@ from pallas_kernels.paged_attention.api import (
 from pallas_kernels.routing_plan.api import RoutingPlan, combine, routing_plan
 
 __all__ = [
+    "Gate",
     "Lora",
     "PageView",
     "RoutingPlan",
     "combine",
     "grouped_lora_matmul",
     "lora_matmul",
+    "moe_mlp",
     "paged_attention",
     "paged_latent_attention",
     "routing_plan",

@@ -1,130 +1,91 @@
-"""`bench kernels`: grouped_lora_matmul against a dense product over the same rows.
-
-Ratios of times measured in one run, each the median of interleaved repeats, so that whatever else
-the machine does falls on all of them alike.
-"""
+"""`bench kernels`: measures the sections, prints a table each, and writes all rows as JSON."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import platform
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pallas_kernels import Lora, grouped_lora_matmul, routing_plan
+from lora_moe_jax.bench import layer, lora, lowering, products, slots, training
+from lora_moe_jax.bench.kernel_cases import named
+from lora_moe_jax.bench.report import Report, read_report, this_environment
+from lora_moe_jax.bench.section import Job
+from lora_moe_jax.bench.timing import best_timer, elapsed_times, on_gpu
 
-REPEATS = 25
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Sizes of one product; `slots` 0 is the base product alone."""
-
-    name: str
-    rows: int
-    groups: int
-    slots: int
-    rank: int
-    k: int
-    n: int
-
-
-CASES = tuple(
-    Case(f"{slots} slots" if slots else "no adapters", 4096, 64, slots, 16, 512, 512)
-    for slots in (0, 2, 8, 32)
-)
+SECTIONS = {
+    "slots": slots,
+    "products": products,
+    "lora": lora,
+    "training": training,
+    "layer": layer,
+    "lowering": lowering,
+}
+CPU_SECTIONS = ("slots",)
+GPU_SECTIONS = ("products", "lora", "training", "layer", "lowering")
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Median seconds, and the time over that of the dense product."""
+def run_bench(
+    console: Console,
+    sections: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    json_file: Path | None = None,
+) -> Report:
+    """Measures and prints the sections (default: those for this machine) on the named shapes.
 
-    case: Case
-    seconds: float
-    over_dense: float
-
-
-def run_bench(console: Console, json_file: Path | None) -> list[Result]:
-    """Measures, prints a table, and writes the numbers with device and versions."""
-    results = measure(CASES)
-    device = jax.devices()[0].device_kind
-    first = CASES[0]
-    table = Table(
-        "case",
-        "ms",
-        "× dense",
-        title=f"{first.rows} rows, {first.groups} experts, {first.k}→{first.n}, rank {first.rank}, "
-        f"float32, on {device}",
-    )
-    for result in results:
-        table.add_row(result.case.name, f"{1e3 * result.seconds:.2f}", f"{result.over_dense:.2f}")
-    console.print(table)
-    few, many = (next(r for r in results if r.case.slots == slots) for slots in (2, 32))
-    growth = many.seconds / few.seconds
-    console.print(f"from {few.case.slots} to {many.case.slots} slots: {growth:.2f} × the time")
+    The file is written after every section, so that a run cut short leaves what it has.
+    """
+    sections = sections or (GPU_SECTIONS if on_gpu() else CPU_SECTIONS)
+    measured: dict[str, list[Any]] = {}
+    report = Report(this_environment(), measured)
     if json_file is not None:
-        _write(json_file, results, device)
-    return results
+        report.write(json_file)  # a path that cannot be written is refused before the work
+    for name in sections:
+        section = SECTIONS[name]
+        timer = elapsed_times if name == "layer" else best_timer()
+        rows = _run(console, name, list(section.jobs(named(tuple(shapes)), timer)))
+        if not rows:
+            console.print(f"{name}: nothing to measure for {', '.join(shapes)}")
+            continue
+        measured[name] = rows
+        console.print(section.table(rows))
+        if json_file is not None:
+            report.write(json_file)
+    console.print(_caption(report))
+    return report
 
 
-def measure(cases: tuple[Case, ...]) -> list[Result]:
-    """Times every case and the dense product of the same rows, interleaved."""
-    functions = [_dense(cases[0]), *map(_grouped, cases)]
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(REPEATS):
-        for record, function in zip(times, functions, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(function())
-            record.append(time.perf_counter() - start)
-    dense, *grouped = map(statistics.median, times)
-    return [
-        Result(case, seconds, seconds / dense) for case, seconds in zip(cases, grouped, strict=True)
-    ]
+def show(console: Console, file: Path) -> None:
+    """Prints the tables of a report that was written earlier."""
+    report = read_report(file)
+    for name, rows in report.sections.items():
+        console.print(SECTIONS[name].table(rows))
+    console.print(_caption(report))
 
 
-def _dense(case: Case) -> Callable[[], jax.Array]:
-    x, w = _normal(case.rows, case.k), _normal(case.n, case.k)
-    compiled = jax.jit(lambda x, w: x @ w.T).lower(x, w).compile()
-    return lambda: compiled(x, w)
+def _caption(report: Report) -> str:
+    environment = report.environment
+    driver = f", driver {environment.driver}" if environment.driver else ""
+    return (
+        f"{environment.device}{driver}; jax {environment.jax}, jaxlib {environment.jaxlib}, "
+        f"Python {environment.python}; {environment.date}"
+    )
 
 
-def _grouped(case: Case) -> Callable[[], jax.Array]:
-    rng = np.random.default_rng(0)
-    experts = jnp.asarray(rng.integers(0, case.groups, (case.rows, 1)), jnp.int32)
-    slots = jnp.asarray(rng.integers(0, max(case.slots, 1), case.rows), jnp.int32)
-    plan = routing_plan(experts, slots, case.groups)
-    x, w = _normal(case.rows, case.k), _normal(case.groups, case.n, case.k)
-    arguments = (x, w, plan.group_sizes)
-    if case.slots:
-        lora = Lora(
-            _normal(case.slots, case.groups, case.rank, case.k),
-            _normal(case.slots, case.groups, case.rank, case.n),
-            jnp.ones((case.slots, 1)),
-        )
-        arguments += (plan.row_slots, (lora,))
-    compiled = jax.jit(grouped_lora_matmul).lower(*arguments).compile()
-    return lambda: compiled(*arguments)
-
-
-def _normal(*shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(0), shape)
-
-
-def _write(file: Path, results: list[Result], device: str) -> None:
-    report = {
-        "device": device,
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "results": [dataclasses.asdict(result) for result in results],
-    }
-    file.write_text(json.dumps(report, indent=2) + "\n")
+def _run(console: Console, name: str, jobs: list[Job]) -> list[Any]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    rows: list[Any] = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(name, total=len(jobs))
+        for job in jobs:
+            progress.update(task, description=f"{name}: {job.label}")
+            rows += job.run()
+            progress.advance(task)
+    return rows

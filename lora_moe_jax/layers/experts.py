@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -10,9 +9,9 @@ from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.adapter_slots import adapter_slots, lora_of
 from lora_moe_jax.layers.build import Build
-from lora_moe_jax.layers.mlp import Mlp, swiglu
+from lora_moe_jax.layers.mlp import Mlp
 from lora_moe_jax.layers.router import Router
-from pallas_kernels import RoutingPlan, combine, grouped_lora_matmul, routing_plan
+from pallas_kernels import moe_mlp
 
 
 class Experts(nnx.Module):
@@ -37,25 +36,29 @@ class Experts(nnx.Module):
         self.down_slots = slots("down_proj", width, hidden, in_axis="mlp")
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], plan: RoutingPlan
-    ) -> Float[Array, "rows hidden"]:
-        """Runs the plan's rows; rows of other devices' experts come out as zeros."""
+        self,
+        x: Float[Array, "tokens hidden"],
+        experts: Int[Array, "tokens choices"],
+        weights: Float[Array, "tokens choices"],
+        token_slots: Int[Array, " tokens"],
+        first_expert: int | Int[Array, ""],
+        valid: Bool[Array, " tokens"] | None,
+    ) -> Float[Array, "tokens hidden"]:
+        """Sums the choices of this device's experts, from `first_expert` on."""
         gate_up = self.gate_up_proj[...]
         count, _, width, hidden = gate_up.shape
-        both = grouped_lora_matmul(
-            x[plan.token],
+        return moe_mlp(
+            x,
+            experts,
+            weights,
+            token_slots,
             gate_up.reshape(count, 2 * width, hidden),
-            plan.group_sizes,
-            plan.row_slots,
-            (lora_of(self.gate_slots), lora_of(self.up_slots)),
-            parts=(width, width),
-        )
-        return grouped_lora_matmul(
-            swiglu(both),
             self.down_proj[...],
-            plan.group_sizes,
-            plan.row_slots,
-            (lora_of(self.down_slots),),
+            lora_of(self.gate_slots),
+            lora_of(self.up_slots),
+            lora_of(self.down_slots),
+            first_group=first_expert,
+            valid=valid,
         )
 
 
@@ -82,13 +85,8 @@ class MoeMlp(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Args: `valid` is False for padding tokens, which no expert then works on."""
         experts, weights = self.gate(x, token_slots)
-        plan = self._plan(experts, token_slots, valid)
-        rows = self.experts(x, plan)
-        routed = self.axes.psum(combine(rows, plan, weights), self.expert_axis, self.width_axis)
-        y = routed.astype(x.dtype)
-        return y if self.shared_experts is None else y + self.shared_experts(x, token_slots)
-
-    def _plan(self, experts: jax.Array, token_slots: jax.Array, valid) -> RoutingPlan:
         local = self.experts.down_proj[...].shape[0]
         first = self.axes.index(self.expert_axis) * local
-        return routing_plan(experts, token_slots, local, first_group=first, valid=valid)
+        routed = self.experts(x, experts, weights, token_slots, first, valid)
+        y = self.axes.psum(routed, self.expert_axis, self.width_axis).astype(x.dtype)
+        return y if self.shared_experts is None else y + self.shared_experts(x, token_slots)

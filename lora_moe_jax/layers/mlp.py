@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -11,7 +10,7 @@ from lora_moe_jax.layers.adapter_slots import adapter_slots, lora_of
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.checkpoint_layout import Stacked
 from lora_moe_jax.layers.linear import Linear
-from pallas_kernels import lora_matmul
+from pallas_kernels import Gate, lora_matmul
 
 
 class Mlp(nnx.Module):
@@ -36,17 +35,12 @@ class Mlp(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         weight = self.gate_up[...]
         width = weight.shape[1]
-        gate_up = lora_matmul(
+        hidden = lora_matmul(
             x,
             weight.reshape(2 * width, -1),
             token_slots,
             (lora_of(self.gate_slots), lora_of(self.up_slots)),
             parts=(width, width),
+            gate=Gate(),
         )
-        return self.down_proj(swiglu(gate_up), token_slots)
-
-
-def swiglu(gate_up: Float[Array, "rows twice_width"]) -> Float[Array, "rows width"]:
-    """silu(gate) * up of rows `[gate | up]`."""
-    width = gate_up.shape[-1] // 2
-    return jax.nn.silu(gate_up[:, :width]) * gate_up[:, width:]
+        return self.down_proj(hidden, token_slots)

@@ -8,12 +8,16 @@ R the bank's rank, g(t) the group of row t, a(t) its adapter slot.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_lora_matmul import xla
+from pallas_kernels.grouped_lora_matmul import differentiable
+from pallas_kernels.grouped_lora_matmul.gate import Gate
 
 
 class Lora(NamedTuple):
@@ -31,7 +35,7 @@ class Lora(NamedTuple):
     scaling: Float[Array, "slots s_groups"]
 
 
-IMPLEMENTATIONS = ("xla",)
+IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
 
 
 def grouped_lora_matmul(
@@ -42,6 +46,7 @@ def grouped_lora_matmul(
     lora: tuple[Lora | None, ...] = (),
     *,
     parts: tuple[int, ...] | None = None,
+    gate: Gate | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows n"]:
     """Multiplies each row by its group's weight and adds its adapter's low-rank product.
@@ -71,10 +76,14 @@ def grouped_lora_matmul(
       lora: one entry for each part of the output, `None` for a part without adapters. Fused
         projections (gate and up; q_a and kv_a) have one adapter pair for each part.
       parts: widths of the parts, adding up to N. Default: one part.
-      implementation: "xla", or None for the platform's best.
+      gate: N is `[gate | up]`, and the result is the gate's function of both, in the epilogue of
+        the product.
+      implementation: one of `IMPLEMENTATIONS`. None: the platform's kernels where they serve these
+        shapes and dtypes ("mosaic_gpu" on Hopper GPUs, "mosaic_tpu" on TPUs), else "xla".
 
     Returns:
-      `[M, N]` in x's dtype; products accumulate in float32 (float64 for float64).
+      `[M, N]` in x's dtype, `[M, N / 2]` with a gate; products accumulate in float32 (float64 for
+      float64).
 
     Raises:
       ValueError: shapes that do not belong together.
@@ -82,14 +91,56 @@ def grouped_lora_matmul(
     """
     parts = parts or (w.shape[1],)
     lora = tuple(lora) or (None,) * len(parts)
-    _check(x, w, group_sizes, row_slots, lora, parts)
-    if implementation not in (None, *IMPLEMENTATIONS):
+    check_call(x, w, group_sizes, row_slots, lora, parts)
+    if gate is not None and (w.shape[1] % 2 or len(parts) not in (1, 2)):
+        raise ValueError(f"a gate needs N = [gate | up], got N {w.shape[1]} in {parts=}")
+    if gate is not None and len(parts) == 2 and parts[0] != parts[1]:
+        raise ValueError(f"gate and up must have equal widths, got {parts=}")
+    backend = choose_backend(implementation, x, w, lora, parts)
+    if row_slots is None:
+        row_slots = jnp.full(x.shape[0], -1, jnp.int32)
+    tables = backend.tables(group_sizes, jnp.asarray(row_slots), w.shape[0])
+    return differentiable.grouped_lora_matmul(backend, parts, gate, x, w, tables, lora, None)
+
+
+def choose_backend(implementation: str | None, x, w, lora, parts) -> ModuleType:
+    """The module that serves the call.
+
+    Raises:
+      NotImplementedError: an implementation asked for by name that does not exist or cannot
+        serve these shapes.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise NotImplementedError(
             f"{implementation=} is not one of {IMPLEMENTATIONS} ({x.shape=}, {w.shape=})"
         )
-    if row_slots is None:
-        row_slots = jnp.full(x.shape[0], -1, jnp.int32)
-    return xla.grouped_lora_matmul(parts, x, w, group_sizes, row_slots, lora)
+    backend = _module(implementation or _platform_implementation())
+    try:
+        backend.check(x, w, lora, parts)
+    except NotImplementedError:
+        if implementation is not None:
+            raise
+        backend = _module("xla")
+    return backend
+
+
+def _platform_implementation() -> str:
+    platform = jax.default_backend()
+    if platform == "tpu":
+        return "mosaic_tpu"
+    if platform == "gpu" and jax.__version_info__ >= (0, 11):
+        capability = getattr(jax.devices()[0], "compute_capability", "")
+        return "mosaic_gpu" if capability == "9.0" else "xla"
+    return "xla"
+
+
+def _module(implementation: str) -> ModuleType:
+    if implementation == "mosaic_gpu" and jax.__version_info__ < (0, 11):
+        raise NotImplementedError(
+            f"implementation='mosaic_gpu' needs jax 0.11 or later, this is {jax.__version__}"
+        )
+    # Imported when first used: a backend needs parts of jax that others do not have.
+    return importlib.import_module(f"pallas_kernels.grouped_lora_matmul.{implementation}")
 
 
 def lora_matmul(
@@ -99,18 +150,23 @@ def lora_matmul(
     lora: tuple[Lora | None, ...] = (),
     *,
     parts: tuple[int, ...] | None = None,
+    gate: Gate | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows n"]:
     """`grouped_lora_matmul` for a dense layer: one group that owns every row."""
     return grouped_lora_matmul(
-        x, w[None], None, row_slots, lora, parts=parts, implementation=implementation
+        x, w[None], None, row_slots, lora, parts=parts, gate=gate, implementation=implementation
     )
 
 
-def _check(x, w, group_sizes, row_slots, lora, parts):
+def check_call(x, w, group_sizes, row_slots, lora, parts):
+    """Raises ValueError for shapes and dtypes that do not belong together."""
     groups, n, k = w.shape
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x must be [rows, {k}] for w {w.shape}, got {x.shape}")
+    for name, array in (("x", x), ("w", w)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} must be a floating-point array, got {array.dtype}")
     if group_sizes is None and x.shape[0] % groups:
         raise ValueError(f"{x.shape[0]} rows do not make {groups} equal groups; pass group_sizes")
     if group_sizes is not None and group_sizes.shape != (groups,):

@@ -3,12 +3,11 @@
 The base product is in `base_product.py`. The low-rank product is elementwise: each row reads its
 own A and B in place, a few rank rows or columns at a time, so nothing of size rows x rank x width
 is stored, the cost does not grow with slots or groups, and a row never touches another adapter's
-values.
+values. The backend interface is described in `differentiable.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -20,6 +19,8 @@ from pallas_kernels.grouped_lora_matmul.base_product import (
     grouped_product,
     tiles,
 )
+from pallas_kernels.grouped_lora_matmul.gate import gated
+from pallas_kernels.routing_plan.api import sort_rows
 
 TILE = 32  # rows of one product of the weight gradients
 LANES = 16  # partial sums of one dot product x·A; vectorises, and fixes the order of the sum
@@ -27,111 +28,130 @@ K_BLOCK = 512  # columns of x that one fused loop reads
 RANK_BLOCK = 16  # rows of B that one fused loop adds
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped_lora_matmul(parts, x, w, group_sizes, row_slots, lora):
-    """See `api.grouped_lora_matmul`; `parts` and `lora` are complete here."""
-    return _forward(parts, x, w, group_sizes, row_slots, lora)[0]
+class Tables(NamedTuple):
+    """The rows: sizes of the groups (None when equal), each row's slot (-1 past the last group
+    too), and its group, at most the last."""
+
+    group_sizes: jax.Array | None
+    row_slots: jax.Array
+    group_of_row: jax.Array
 
 
-def _forward(parts, x, w, group_sizes, row_slots, lora):
-    # Differentiated outside of jit, NumPy arguments arrive as they are.
-    x, w, group_sizes, row_slots, lora = jax.tree.map(
-        jnp.asarray, (x, w, group_sizes, row_slots, lora)
+class Route(NamedTuple):
+    """The token of each row, and each choice's row."""
+
+    token: jax.Array
+    position: jax.Array
+    tables: Tables
+
+
+def check(x, w, lora, parts):
+    """Serves all shapes and floating-point types."""
+
+
+def tables(group_sizes, row_slots, groups: int) -> Tables:
+    """See `differentiable.py`."""
+    rows = row_slots.shape[0]
+    if group_sizes is None:
+        return Tables(None, row_slots, jnp.arange(rows, dtype=jnp.int32) // (rows // groups or 1))
+    group = count_below(jnp.cumsum(group_sizes), jnp.arange(rows))
+    return Tables(
+        group_sizes, jnp.where(group < groups, row_slots, -1), jnp.minimum(group, groups - 1)
     )
-    y = grouped_product(x, w, group_sizes, contract=2)
-    group_of_row = _group_of_row(group_sizes, w.shape[0], x.shape[0])
-    pieces, start = [], 0
-    for width, pair in zip(parts, lora, strict=True):
-        piece = functools.partial(_piece, rows=x.shape[0], start=start, width=width)
-        start += width
-        if pair is None:
-            pieces.append(piece(y))
-            continue
-        index = _pair_index(pair, row_slots, group_of_row, w.shape[0])
+
+
+def route(groups: int, slots: int, group, token_slots) -> Route:
+    """See `differentiable.py`."""
+    del slots
+    found = sort_rows(groups, group, token_slots)
+    return Route(found.token, found.position, tables(found.group_sizes, found.row_slots, groups))
+
+
+def gather(x, index):
+    """See `differentiable.py`."""
+    return x[index]
+
+
+def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):
+    """See `differentiable.py`."""
+    y = grouped_product(x, w, tables.group_sizes, contract)
+    if factors:
+        y = _add_terms(y, x.shape[0], tables, u, factors, starts)
+    y = y[: x.shape[0]]
+    if gate is not None:
+        half = y.shape[1] // 2
+        y = gated(y[:, :half], y[:, half:], gate)
+    return y.astype(x.dtype)
+
+
+def _add_terms(y, rows, tables, u, factors, starts):
+    """Terms cover the same columns, or columns of their own; each stretch is a fused loop."""
+    adapted = tables.row_slots >= 0
+    stretches: dict[tuple[int, int], list[int]] = {}
+    for term, (start, factor) in enumerate(zip(starts, factors, strict=True)):
+        stretches.setdefault((start, factor.shape[3]), []).append(term)
+
+    def add(piece, u, factors):
+        for values, factor in zip(u, factors, strict=True):
+            index = _matrix_of_row(tables, factor)
+            piece = jnp.where(adapted[:, None], _expand_rows(piece, values, factor, index), piece)
+        return piece
+
+    pieces, reached = [], 0
+    for (start, width), terms in sorted(stretches.items()):
+        if start > reached:
+            pieces.append(lax.slice(y, (0, reached), (rows, start)))
+        reached = start + width
+
         # The slice is inside the branches, where it is fused, not copied.
+        def piece(y, start=start, width=width):
+            return lax.slice(y, (0, start), (rows, start + width))
+
+        operands = tuple(u[term] for term in terms), tuple(factors[term] for term in terms)
         pieces.append(
             lax.cond(
-                jnp.any(index.adapted),
-                lambda y, *delta, piece=piece: _add_delta(piece(y), *delta),
+                jnp.any(adapted),
+                lambda y, *operands, piece=piece: add(piece(y), *operands),
                 lambda y, *_, piece=piece: piece(y),
-                *(y, x, pair, index),
+                y,
+                *operands,
             )
         )
-    y = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-    return y.astype(x.dtype), (x, w, group_sizes, row_slots, lora)
+    if reached < y.shape[1]:
+        pieces.append(lax.slice(y, (0, reached), (rows, y.shape[1])))
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
 
-def _piece(y, rows, start, width):
-    return lax.slice(y, (0, start), (rows, start + width))
+def shrink(x, tables: Tables, factors, starts, scalings):
+    """See `differentiable.py`; u is in the accumulation type."""
+    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, factors[0].dtype))
+
+    def of_term(factor, start, scaling):
+        columns = lax.slice_in_dim(x, start, start + factor.shape[3], axis=1)
+        u = _shrink_rows(columns, factor, _matrix_of_row(tables, factor), dtype)
+        if scaling is None:
+            return u
+        return u * scaling.reshape(-1)[_matrix_of_row(tables, scaling)][:, None]
+
+    def every(factors, scalings):
+        return tuple(map(of_term, factors, starts, scalings))
+
+    def none(factors, _):
+        return tuple(jnp.zeros((x.shape[0], factor.shape[2]), dtype) for factor in factors)
+
+    return lax.cond(jnp.any(tables.row_slots >= 0), every, none, factors, scalings)
 
 
-def _add_delta(y, x, pair, index):
-    u = shrink(x, pair.a, index.a, y.dtype) * index.scaling[:, None]
-    return jnp.where(index.adapted[:, None], expand(y, u, pair.b, index.b), y)
+def _matrix_of_row(tables: Tables, factor):
+    """Where each row finds its matrix once the first two axes, [S, G or 1], are one.
+
+    Rows without an adapter read slot 0; what they make of it is dropped by a select.
+    """
+    group = tables.group_of_row if factor.shape[1] > 1 else 0
+    return jnp.maximum(tables.row_slots, 0) * factor.shape[1] + group
 
 
-def _backward(parts, saved, dy):
-    x, w, group_sizes, row_slots, lora = saved
-    group_of_row = _group_of_row(group_sizes, w.shape[0], x.shape[0])
-    in_group = (group_of_row < w.shape[0])[:, None]
-    dy = jnp.where(in_group, dy, 0)
-    dx = grouped_product(dy, w, group_sizes, contract=1)[: x.shape[0]]
-    dlora, start = [], 0
-    for width, pair in zip(parts, lora, strict=True):
-        dy_part = lax.slice_in_dim(dy, start, start + width, axis=1)
-        start += width
-        if pair is None:
-            dlora.append(None)
-            continue
-        index = _pair_index(pair, row_slots, group_of_row, w.shape[0])
-        adapted = index.adapted[:, None]
-        scaling = index.scaling[:, None]
-        v = shrink(dy_part, pair.b, index.b, dx.dtype)
-        du = v * scaling
-        dx = jnp.where(adapted, expand(dx, du, pair.a, index.a), dx)
-        u = shrink(x, pair.a, index.a, dx.dtype)
-        da = _bucket_outer(du, x, index.a, index.adapted, pair.a)
-        db = _bucket_outer(u * scaling, dy_part, index.b, index.adapted, pair.b)
-        dscaling = jax.ops.segment_sum(
-            jnp.where(index.adapted, jnp.sum(u * v, axis=1), 0),
-            index.s,
-            num_segments=pair.scaling.size,
-        )
-        dlora.append(type(pair)(da, db, dscaling.reshape(pair.scaling.shape)))
-    return dx.astype(x.dtype), None, None, None, tuple(dlora)
-
-
-grouped_lora_matmul.defvjp(_forward, _backward)
-
-
-def _group_of_row(group_sizes, groups, rows):
-    """int32 [rows]; the number of groups for rows past the last group."""
-    if group_sizes is None:
-        return jnp.arange(rows, dtype=jnp.int32) // (rows // groups)
-    return count_below(jnp.cumsum(group_sizes), jnp.arange(rows))
-
-
-class _PairIndex(NamedTuple):
-    """Where each row finds its A, B and scaling in a pair whose first two axes are flattened."""
-
-    a: jax.Array
-    b: jax.Array
-    s: jax.Array
-    scaling: jax.Array
-    adapted: jax.Array
-
-
-def _pair_index(pair, row_slots, group_of_row, groups):
-    last = max(array.shape[1] for array in pair) - 1
-    # Base-only rows and rows past the groups read slot 0 or the last group; their result is
-    # dropped by `adapted`, a select.
-    slot, group = jnp.maximum(row_slots, 0), jnp.minimum(group_of_row, last)
-    a, b, s = (slot * array.shape[1] + (group if array.shape[1] > 1 else 0) for array in pair)
-    adapted = (row_slots >= 0) & (group_of_row < groups)
-    return _PairIndex(a, b, s, pair.scaling.reshape(-1)[s], adapted)
-
-
-def shrink(x, factor, index, dtype):
+def _shrink_rows(x, factor, index, dtype):
     """x[t] · factor[index[t]]ᵀ for factor `[..., R, K]` flattened to matrices: `[rows, R]`.
 
     The sum over K keeps `LANES` partial sums in a fixed order, then adds the lanes.
@@ -157,7 +177,7 @@ def _multiply_columns(x, factor, index, start, width, dtype):
     return x[:, None, start : start + width].astype(dtype) * columns.astype(dtype)
 
 
-def expand(y, u, factor, index):
+def _expand_rows(y, u, factor, index):
     """y[t] + u[t] · factor[index[t]] for factor `[..., R, N]`, added in rank order: `[rows, N]`."""
     factor = factor.reshape(-1, *factor.shape[-2:])
     for start in range(0, factor.shape[1], RANK_BLOCK):
@@ -168,23 +188,21 @@ def expand(y, u, factor, index):
     return y
 
 
-def _bucket_outer(left, right, index, keep, like):
-    """Sum of the outer products left[t] ⊗ right[t] over the rows of each bucket.
+def outer(left, right, tables: Tables, shape):
+    """See `differentiable.py`.
 
     Rows are sorted by bucket and multiplied tile by tile in that order, so the sum's order is
     fixed, no scatter is needed, and a bucket never sees another bucket's rows.
-
-    Args:
-      left: [rows, R]. right: [rows, K]. index: bucket of each row. keep: rows that count.
-      like: [S, G or 1, R, K], the parameter whose gradient this is.
     """
-    rows = left.shape[0]
-    buckets = like.shape[0] * like.shape[1]
-    order = jnp.argsort(jnp.where(keep, index, buckets), stable=True)
-    sizes = jnp.bincount(jnp.where(keep, index, buckets), length=buckets + 1)[:buckets]
+    rows, buckets = left.shape[0], shape[0] * shape[1]
+    group = tables.group_of_row if shape[1] > 1 else 0
+    keep = tables.row_slots >= 0
+    bucket_of_row = jnp.where(keep, tables.row_slots * shape[1] + group, buckets)
+    order = jnp.argsort(bucket_of_row, stable=True)
+    sizes = jnp.bincount(bucket_of_row, length=buckets + 1)[:buckets]
     count, bucket, first_row, left_in_bucket = _tiles_of_filled(sizes, rows)
     padded_order = jnp.pad(order, (0, TILE))
-    total = jnp.zeros((buckets, *like.shape[2:]), left.dtype)
+    total = jnp.zeros((buckets, left.shape[1], right.shape[1]), left.dtype)
 
     def tile(i, total):
         row = lax.dynamic_slice_in_dim(padded_order, first_row[i], TILE)
@@ -198,7 +216,7 @@ def _bucket_outer(left, right, index, keep, like):
         return total.at[bucket[i]].add(product)
 
     total = lax.fori_loop(0, count, tile, total)
-    return total.reshape(like.shape).astype(like.dtype)
+    return total.reshape(*shape, left.shape[1], right.shape[1])
 
 
 def _tiles_of_filled(sizes, rows):

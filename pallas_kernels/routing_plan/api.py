@@ -10,6 +10,7 @@ import functools
 import operator
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -48,39 +49,135 @@ def routing_plan(
       first_group: the first local expert, when experts are split over devices.
       valid: bool [tokens]; False for padding tokens, which go past the last group.
     """
-    tokens, choices = experts.shape
+    return sort_rows(num_groups, local_groups(experts, num_groups, first_group, valid), token_slots)
+
+
+def local_groups(
+    experts: Int[Array, "tokens choices"],
+    num_groups: int,
+    first_group: int | Int[Array, ""] = 0,
+    valid: Array | None = None,
+) -> Int[Array, "tokens choices"]:
+    """The local group of each (token, choice); `num_groups` where no local expert works on it."""
     local = experts - first_group
     inside = (local >= 0) & (local < num_groups)
     if valid is not None:
         inside &= valid[:, None]
-    group = jnp.where(inside, local, num_groups).reshape(-1).astype(jnp.int32)
+    return jnp.where(inside, local, num_groups).astype(jnp.int32)
+
+
+FEW_ROWS = 2048  # up to here, off the CPU, rows are counted instead of sorted
+
+
+def sort_rows(
+    num_groups: int, group: Int[Array, "tokens choices"], token_slots: Int[Array, " tokens"]
+) -> RoutingPlan:
+    """`routing_plan` from the groups of `local_groups`."""
+    tokens, choices = group.shape
     slots = jnp.repeat(token_slots.astype(jnp.int32), choices)
-    row = jnp.arange(tokens * choices, dtype=jnp.int32)
-    group, slots, order = lax.sort((group, slots, row), num_keys=2, is_stable=True)
-    position = jnp.zeros_like(row).at[order].set(row, unique_indices=True)
-    group_sizes = jnp.sum(group[:, None] == jnp.arange(num_groups), axis=0, dtype=jnp.int32)
+    few = group.size <= FEW_ROWS and jax.default_backend() != "cpu"
+    order, position = (_order_by_counting if few else _order_by_sorting)(group.reshape(-1), slots)
+    group_sizes = jnp.sum(group.reshape(-1, 1) == jnp.arange(num_groups), axis=0, dtype=jnp.int32)
     return RoutingPlan(
-        token=order // choices,
+        token=lax.div(order, jnp.int32(choices)),
         position=position.reshape(tokens, choices),
-        row_slots=slots,
+        row_slots=slots[order],
         group_sizes=group_sizes,
     )
 
 
+def _order_by_sorting(group, slots):
+    """The row at each place, in order of (group, slot, row), and each row's place."""
+    row = jnp.arange(group.shape[0], dtype=jnp.int32)
+    _, _, order = lax.sort((group, slots, row), num_keys=2, is_stable=True)
+    return order, _inverse(order)
+
+
+def _order_by_counting(group, slots):
+    """The same by comparing all pairs: two fused reductions, which a sort's launches outlast."""
+    row = jnp.arange(group.shape[0], dtype=jnp.int32)
+
+    def before(mine, other, tie):
+        return (other[None, :] < mine[:, None]) | ((other[None, :] == mine[:, None]) & tie)
+
+    is_before = before(group, group, before(slots, slots, row[None, :] < row[:, None]))
+    position = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    here = position[None, :] == row[:, None]
+    return jnp.sum(jnp.where(here, row, 0), axis=1, dtype=jnp.int32), position
+
+
+def _inverse(order):
+    """The place of each element of a permutation."""
+    place = jnp.arange(order.size, dtype=jnp.int32)
+    return jnp.zeros_like(place).at[order].set(place, unique_indices=True)
+
+
+@jax.custom_vjp
+def gather(
+    x: Float[Array, "tokens width"],
+    token: Int[Array, " rows"],
+    position: Int[Array, "tokens choices"],
+) -> Float[Array, "rows width"]:
+    """Each row's token. The gradient adds a token's rows in choice order: no scatter."""
+    del position
+    return x[token]
+
+
+def _gather_forward(x, token, position):
+    return x[token], position
+
+
+def _gather_backward(position, drows):
+    dx = _sum_of_choices(drows, position, None)
+    return dx.astype(drows.dtype), None, None
+
+
+gather.defvjp(_gather_forward, _gather_backward)
+
+
+@jax.custom_vjp
 def combine(
     rows: Float[Array, "rows width"],
-    plan: RoutingPlan,
+    position: Int[Array, "tokens choices"],
     weights: Float[Array, "tokens choices"],
 ) -> Float[Array, "tokens width"]:
     """Weighted sum of each token's rows over its choices, in choice order, in float32.
 
     Rows past the last group count as zero (`grouped_lora_matmul` writes them so).
     """
-    dtype = jnp.promote_types(jnp.float32, rows.dtype)
-    products = [
-        rows[plan.position[:, choice]].astype(dtype) * weights[:, choice, None].astype(dtype)
-        for choice in range(plan.position.shape[1])
+    return _sum_of_choices(rows, position, weights)
+
+
+def _combine_forward(rows, position, weights):
+    return _sum_of_choices(rows, position, weights), (rows, position, weights)
+
+
+def _combine_backward(saved, dy):
+    rows, position, weights = saved
+    order = _inverse(position.reshape(-1))
+    token = lax.div(order, jnp.int32(position.shape[1]))
+    drows = dy[token] * weights.reshape(-1)[order][:, None].astype(dy.dtype)
+    dweights = [
+        jnp.sum(dy * rows[position[:, choice]].astype(dy.dtype), axis=1)
+        for choice in range(position.shape[1])
     ]
-    # Finished products, so that no addition is fused with one of its two: which one the compiler
-    # takes would decide the rounding.
-    return functools.reduce(operator.add, lax.optimization_barrier(products))
+    return drows.astype(rows.dtype), None, jnp.stack(dweights, axis=1).astype(weights.dtype)
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _sum_of_choices(rows, position, weights):
+    dtype = jnp.promote_types(jnp.float32, rows.dtype)
+    products = [rows[position[:, choice]].astype(dtype) for choice in range(position.shape[1])]
+    if weights is not None:
+        products = [
+            product * weights[:, choice, None].astype(dtype)
+            for choice, product in enumerate(products)
+        ]
+    if jax.default_backend() == "cpu":
+        # Finished products, so that no addition is fused with one of its two: which one the
+        # compiler takes would decide the rounding. Elsewhere one loop adds them all, the same way
+        # for every token.
+        products = lax.optimization_barrier(products)
+    return functools.reduce(operator.add, products)

@@ -6,15 +6,16 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lora_moe_jax.layers.embedding import Embedding, OutputHead
 from lora_moe_jax.layers.logprobs import token_logprobs
-from lora_moe_jax.layers.mlp import swiglu
 from lora_moe_jax.layers.norm import RmsNorm
 from lora_moe_jax.layers.rope import apply_rope
 from lora_moe_jax.layers.router import Router
+from pallas_kernels.grouped_lora_matmul.gate import Gate, gated
 from tests.layers.modules import MOE, ROPE, build, normal, randomise, slots_of
 
 ROWS, HIDDEN, VOCAB = 130, 48, 2500
@@ -43,7 +44,7 @@ def compiled(dtype):
             "softmax": softmax(x, slots),
             "sigmoid": sigmoid(x, slots),
             "rope": apply_rope(heads, positions, ROPE),
-            "swiglu": swiglu(x),
+            "gated": gated(*jnp.split(x, 2, axis=1), Gate()),
             "embedding": embedding(tokens, slots),
             "logits": logits,
             "logprobs": token_logprobs(logits, tokens),

@@ -112,7 +112,7 @@ def test_combine_adds_in_choice_order(dtype):
             total = total + row * weights[:, choice, None]
         return total
 
-    found = np.asarray(jax.jit(combine)(rows, plan, weights))
+    found = np.asarray(jax.jit(combine)(rows, plan.position, weights))
     assert found.dtype == np.float32
     assert np.array_equal(found, in_order([0, 1, 2]))
     if dtype == "float32":
@@ -131,7 +131,7 @@ def test_combine_gives_the_same_bits_for_any_number_of_tokens():
         choice = np.empty(plan.token.shape[0], int)
         choice[np.ravel(plan.position)] = np.tile(np.arange(CHOICES), len(tokens))
         rows = values[np.asarray(tokens)[np.asarray(plan.token)], choice]
-        return np.asarray(jax.jit(combine)(rows, plan, weights[tokens]))
+        return np.asarray(jax.jit(combine)(rows, plan.position, weights[tokens]))
 
     everything = combined(np.arange(TOKENS))
     for tokens in ([4], [9, 2], list(range(16))):

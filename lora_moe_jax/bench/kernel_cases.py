@@ -1,0 +1,125 @@
+"""The cases of `bench kernels`, with what each must reach and what it aims at."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from pallas_kernels.shapes import (
+    DEEPSEEK_V3_EP8,
+    EXPERT_SHAPES,
+    QWEN3_30B_A3B,
+    ExpertShape,
+    ProductShape,
+)
+
+
+class Target(NamedTuple):
+    """What a number must not exceed, and what it should not."""
+
+    must: float
+    aim: float
+
+    def verdict(self, value: float | None) -> str:
+        if value is None:
+            return ""
+        return "aim" if value <= self.aim else "must" if value <= self.must else "MISS"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductCase:
+    """A base product; `target` bounds its time over the roofline time."""
+
+    name: str
+    shape: ProductShape
+    rows: int
+    target: Target
+
+
+_SLICE = DEEPSEEK_V3_EP8.gate_up
+PRODUCT_CASES: tuple[ProductCase, ...] = (
+    ProductCase("gate/up prefill", QWEN3_30B_A3B.gate_up, 32768, Target(1.45, 1.15)),
+    ProductCase("down prefill", QWEN3_30B_A3B.down, 32768, Target(1.45, 1.2)),
+    ProductCase("gate/up decode", QWEN3_30B_A3B.gate_up, 512, Target(1.03, 0.95)),
+    ProductCase("down decode", QWEN3_30B_A3B.down, 512, Target(1.05, 0.97)),
+    ProductCase("gate/up of a slice", _SLICE, 4096, Target(1.15, 1.05)),
+    ProductCase("gate/up of a slice, prefill", _SLICE, 32768, Target(1.15, 1.08)),
+    ProductCase("gate/up of a slice, decode", _SLICE, 128, Target(1.02, 0.95)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraCase:
+    """A bank, and what runs on it.
+
+    Attributes:
+      slots: slots of the bank.
+      live: whether rows use them; else no row of the batch has an adapter.
+      shared: shared-outer: A of gate and up, and B of down, are one for all experts.
+      gated: the activation is in the epilogue of gate/up.
+      gather: the rows are gathered from tokens in the same program.
+    """
+
+    slots: int
+    rank: int = 16
+    live: bool = True
+    shared: bool = False
+    gated: bool = False
+    gather: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [f"{self.slots} slot{'s' * (self.slots > 1)}", f"r {self.rank}"]
+        words += ["no adapter in the batch"] * (not self.live)
+        words += [word for word in ("shared", "gated", "gather") if getattr(self, word)]
+        return ", ".join(words)
+
+    def expand_target(self) -> Target | None:
+        """Bounds the product with the expand inside over the product alone."""
+        if not self.live:
+            return Target(1.005, 1.005)
+        return Target(1.06, 1.03) if self._mixed else None
+
+    def target(self, prefill: bool, work: float) -> Target | None:
+        """Bounds shrink and expand over the product alone; `work` is the roofline's own ratio."""
+        if not self.live:
+            return Target(1.005, 1.005)
+        if self._mixed:
+            return Target(1.15, 1.06) if prefill else Target(1.05 * work, work)
+        if self.slots == 1 and prefill:
+            return Target(1.08, 1.03)
+        return None
+
+    @property
+    def _mixed(self) -> bool:
+        return (self.slots, self.rank, self.shared) == (8, 16, False)
+
+
+LORA_CASES: tuple[LoraCase, ...] = (
+    LoraCase(8, live=False),
+    LoraCase(1),
+    LoraCase(8),
+    LoraCase(64),
+    LoraCase(8, rank=8),
+    LoraCase(8, rank=32),
+    LoraCase(8, rank=64),
+    LoraCase(8, shared=True),
+    LoraCase(8, gated=True),
+    LoraCase(8, gather=True),
+)
+
+LAYER_TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
+LAYER_SHAPES = (QWEN3_30B_A3B, DEEPSEEK_V3_EP8)
+
+TRAINING_SHAPE = QWEN3_30B_A3B
+TRAINING_ROWS = 32768
+TRAINING_RANK = 16
+TRAINING_SLOTS = (1, 8)
+TRAINING_TFLOPS = Target(450, 520)  # at least
+
+LOWERING_SECONDS = Target(3, 3)
+
+
+def named(names: tuple[str, ...]) -> tuple[ExpertShape, ...]:
+    """The shapes of these names; all of them for none."""
+    return tuple(EXPERT_SHAPES[name] for name in names or EXPERT_SHAPES)

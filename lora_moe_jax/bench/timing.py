@@ -1,0 +1,150 @@
+"""Times of compiled programs: every variant in turn, round after round, and the median.
+
+Taking turns makes the variants share whatever the clocks and the rest of the machine do. On a GPU
+times are those of the kernels, from CUPTI; elsewhere they are wall-clock times, good for ratios.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+KERNEL_ROUNDS = 9
+WALL_ROUNDS = 25
+PALLAS = "mosaic_gpu"  # in the name of every kernel that Pallas made
+
+
+class Program(NamedTuple):
+    """A compiled function and the arguments to time it on."""
+
+    compiled: jax.stages.Compiled
+    arguments: tuple[Any, ...]
+
+    def __call__(self):
+        return self.compiled(*self.arguments)
+
+
+def program(function: Callable, *arguments) -> Program:
+    return Program(jax.jit(function).lower(*arguments).compile(), arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Median seconds of one program.
+
+    Attributes:
+      call: all kernels of the program; the wall-clock time where kernels cannot be timed.
+      kernels: each kernel by name; empty where they cannot be timed.
+    """
+
+    call: float
+    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def pallas(self) -> float:
+        """The Pallas kernels alone; everything if there are none."""
+        return self.matching(PALLAS) or self.call
+
+    @property
+    def implementation(self) -> str:
+        return "pallas" if self.matching(PALLAS) else "xla"
+
+    def matching(self, *parts: str, without: str | None = None) -> float:
+        """Kernels whose names hold all of the parts, and not `without`."""
+        return sum(
+            seconds
+            for name, seconds in self.kernels.items()
+            if all(part in name for part in parts) and not (without and without in name)
+        )
+
+
+Timer = Callable[[Mapping[str, Program]], dict[str, Timing]]
+Launches = Sequence[tuple[str, float]]  # the kernels of one call, by name, in seconds
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def best_timer() -> Timer:
+    """CUPTI on a GPU, else the wall clock."""
+    return kernel_times if on_gpu() else wall_times
+
+
+def kernel_times(programs: Mapping[str, Program], rounds: int = KERNEL_ROUNDS) -> dict[str, Timing]:
+    """Kernel times from CUPTI; needs an NVIDIA GPU and no other profiler."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    samples: dict[str, list[Launches]] = {name: [] for name in programs}
+    last = list(programs)[-1]
+    for turn in range(rounds):
+        for name, (compiled, arguments) in programs.items():
+            # Detached from the process at the end only: attaching again is slow.
+            cupti = profiler.Cupti(finalize=turn == rounds - 1 and name == last)
+            _, launches = cupti.measure(compiled, aggregate=False)(*arguments)
+            if not launches:
+                raise RuntimeError(f"CUPTI saw no kernel in {name!r}")
+            samples[name].append([(kernel, ms / 1e3) for kernel, ms in launches])
+    return {name: timing_of(calls) for name, calls in samples.items()}
+
+
+def timing_of(calls: Sequence[Launches]) -> Timing:
+    """Medians over calls; a kernel launched several times in a call counts with its sum."""
+    totals: dict[str, list[float]] = {}
+    for launches in calls:
+        for name in {name for name, _ in launches}:
+            in_call = sum(seconds for kernel, seconds in launches if kernel == name)
+            totals.setdefault(name, []).append(in_call)
+    call = statistics.median(sum(seconds for _, seconds in launches) for launches in calls)
+    return Timing(call, {name: statistics.median(times) for name, times in totals.items()})
+
+
+def wall_times(programs: Mapping[str, Program], rounds: int = WALL_ROUNDS) -> dict[str, Timing]:
+    """Wall-clock times, one call at a time."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for run in programs.values():
+        jax.block_until_ready(run())
+    for _ in range(rounds):
+        for name, run in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            times[name].append(time.perf_counter() - start)
+    return {name: Timing(statistics.median(seconds)) for name, seconds in times.items()}
+
+
+def elapsed_times(
+    programs: Mapping[str, Program], rounds: int = 15, warm: float = 0.4, busy: float = 0.05
+) -> dict[str, Timing]:
+    """Elapsed time of a call with many in flight: launch gaps count, the host's own start does not.
+
+    Args:
+      warm: seconds of load before the first round, so that clocks have settled.
+      busy: about the seconds that one measurement keeps the device busy.
+    """
+    in_flight = {name: math.ceil(busy / _elapsed(run, 3)) for name, run in programs.items()}
+    start = time.perf_counter()
+    while time.perf_counter() - start < warm:
+        for name, run in programs.items():
+            _elapsed(run, in_flight[name])
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, run in programs.items():
+            times[name].append(_elapsed(run, in_flight[name]))
+    return {name: Timing(statistics.median(seconds)) for name, seconds in times.items()}
+
+
+def _elapsed(run: Program, calls: int) -> float:
+    """Seconds a call, of `calls` in flight together."""
+    calls = max(calls, 1)
+    result = jax.block_until_ready(run())
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,143 @@
+"""`grouped_lora_matmul` and its gradients, over any backend.
+
+A backend is a module (`xla`, `mosaic_gpu`, `mosaic_tpu`) with these functions, none of which is
+differentiable by itself. Letters as in `api.py`; u is a backend's own array type for [M, R].
+
+    check(x, w, lora, parts)
+        Raises NotImplementedError, naming the shapes, for what it cannot serve.
+    tables(group_sizes, row_slots, groups) -> tables
+        All it needs to know about the rows, computed once for all products of a layer. Has
+        `row_slots` (-1 for rows past the last group too) and `group_of_row`.
+    route(groups, slots, group, token_slots) -> Route(token, position, tables)
+        The same for (token, choice) rows, sorted by (group, slot); `slots` is how many there are.
+    gather(x, index) -> x[index]
+        Rows of x in another order.
+    product(x, w, tables, u, factors, starts, *, contract, gate=None) -> [M, N]
+        x[t] times its group's weight, contracted over w's axis `contract`: 2 for w [G, N, K],
+        1 for w [G, K, N]. Then, for each term p in order,
+        y[t, starts[p] : + width] += u[p][t] · factors[p][slot, group], factors[p] [S, G or 1, R,
+        width]. Rows past the last group are zero. With a gate, N is [gate | up] and the result is
+        the gate's function of both, [M, N / 2].
+    shrink(x, tables, factors, starts, scalings) -> u of each term
+        u[p][t] = scalings[p][slot, group] · x[t, starts[p] : + width] · factors[p][slot, group]ᵀ,
+        scaled in float32; a scaling of None is 1. Rows without an adapter may hold anything.
+    outer(left, right, tables, shape) -> float32 [*shape, R, width]
+        Σ left[t] ⊗ right[t] over the rows of each (slot, group), or of each slot when shape is
+        (S, 1).
+
+All of them keep rows and slots apart (a NaN in one slot stays there) and give a row the same bits
+whatever is around it.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_lora_matmul.gate import Gate, gated
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def grouped_lora_matmul(
+    backend: ModuleType,
+    parts: tuple[int, ...],
+    gate: Gate | None,
+    x,
+    w,
+    tables,
+    lora,
+    shared_u,
+):
+    """See `api.grouped_lora_matmul`; `parts` and `lora` are complete here.
+
+    Args:
+      shared_u: u of every term if it is known already, computed once for each token from shared
+        A factors; else None. Its gradient flows through x and lora as if it were computed here.
+    """
+    terms = _terms(parts, lora)
+    u = _shrink(backend, x, tables, terms) if shared_u is None else shared_u
+    return _product(backend, x, w, tables, u, terms, gate)
+
+
+def _forward(backend, parts, gate, x, w, tables, lora, shared_u):
+    # Differentiated outside of jit, NumPy arguments arrive as they are.
+    x, w, tables, lora = jax.tree.map(jnp.asarray, (x, w, tables, lora))
+    terms = _terms(parts, lora)
+    u = _shrink(backend, x, tables, terms) if shared_u is None else shared_u
+    y = _product(backend, x, w, tables, u, terms, None)
+    before_gate = None
+    if gate is not None:
+        before_gate, y = y, _gate(y, gate)
+    return y, (x, w, tables, lora, u, before_gate)
+
+
+def _backward(backend, parts, gate, saved, dy):
+    x, w, tables, lora, u, before_gate = saved
+    if gate is not None:
+        (dy,) = jax.vjp(lambda y: _gate(y, gate), before_gate)[1](dy)
+    terms = _terms(parts, lora)
+    starts = tuple(start for start, _ in terms)
+    pairs = tuple(pair for _, pair in terms)
+    b, scalings = tuple(p.b for p in pairs), tuple(p.scaling for p in pairs)
+    du = backend.shrink(dy, tables, b, starts, scalings) if pairs else ()
+    a = tuple(p.a for p in pairs)
+    dx = backend.product(dy, w, tables, du, a, (0,) * len(pairs), contract=1)
+    gradients = iter(
+        _pair_gradient(backend, pair, x, dy, start, u[i], du[i], tables)
+        for i, (start, pair) in enumerate(terms)
+    )
+    dlora = tuple(None if pair is None else next(gradients) for pair in lora)
+    return dx.astype(x.dtype), None, None, dlora, None
+
+
+grouped_lora_matmul.defvjp(_forward, _backward)
+
+
+def _terms(parts, lora):
+    """(start column, pair) of each part that has adapters."""
+    starts = (sum(parts[:i]) for i in range(len(parts)))
+    return [(start, pair) for start, pair in zip(starts, lora, strict=True) if pair is not None]
+
+
+def _shrink(backend, x, tables, terms):
+    if not terms:
+        return ()
+    a, scalings = (tuple(getattr(pair, name) for _, pair in terms) for name in ("a", "scaling"))
+    return backend.shrink(x, tables, a, (0,) * len(terms), scalings)
+
+
+def _product(backend, x, w, tables, u, terms, gate):
+    factors, starts = tuple(pair.b for _, pair in terms), tuple(start for start, _ in terms)
+    return backend.product(x, w, tables, u, factors, starts, contract=2, gate=gate)
+
+
+def _gate(y, gate):
+    """The gate of `[gate | up]`, in float32 as in the fused product."""
+    wide = y.astype(jnp.promote_types(jnp.float32, y.dtype))
+    half = y.shape[1] // 2
+    return gated(wide[:, :half], wide[:, half:], gate).astype(y.dtype)
+
+
+def _pair_gradient(backend, pair, x, dy, start, u, du, tables):
+    dy = jax.lax.slice_in_dim(dy, start, start + pair.b.shape[3], axis=1)
+    rank = pair.a.shape[2]
+    da = backend.outer(du, x, tables, pair.a.shape[:2])[:, :, :rank].astype(pair.a.dtype)
+    db = backend.outer(u, dy, tables, pair.b.shape[:2])[:, :, :rank].astype(pair.b.dtype)
+    return type(pair)(da, db, _scaling_gradient(backend, pair, x, dy, tables))
+
+
+def _scaling_gradient(backend, pair, x, dy, tables):
+    """Unscaled u and du again, which `jit` drops when nobody asks for this gradient."""
+    (u,) = backend.shrink(x, tables, (pair.a,), (0,), (None,))
+    (v,) = backend.shrink(dy, tables, (pair.b,), (0,), (None,))
+    u, v = (jnp.asarray(value).astype(pair.scaling.dtype) for value in (u, v))
+    of_row = jnp.sum(u * v, axis=1)
+    slots, groups = pair.scaling.shape
+    group = tables.group_of_row if groups > 1 else 0
+    bucket = jnp.where(tables.row_slots >= 0, tables.row_slots * groups + group, -1)
+    # Compared with every bucket rather than scattered: the order of the sum is fixed.
+    mine = bucket[None, :] == jnp.arange(slots * groups)[:, None]
+    return jnp.sum(jnp.where(mine, of_row, 0), axis=1).reshape(slots, groups)

@@ -1,0 +1,32 @@
+"""The gated activations of expert MLPs, as the epilogue of the gate/up product."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Gate(NamedTuple):
+    """silu(gate) · up by default; gpt-oss is `Gate(limit=7.0, alpha=1.702, up_offset=1.0)`.
+
+    Attributes:
+      limit: gate is cut to at most this, up to ±this. None: no limits.
+      alpha: gate · sigmoid(alpha · gate).
+      up_offset: added to up.
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+
+def gated(gate: jax.Array, up: jax.Array, form: Gate) -> jax.Array:
+    """The activation of float32 gate and up, of any equal shape."""
+    if form.limit is not None:
+        gate = jnp.minimum(gate, form.limit)
+        up = jnp.clip(up, -form.limit, form.limit)
+    scaled = gate if form.alpha == 1.0 else form.alpha * gate
+    shifted = up if form.up_offset == 0.0 else up + form.up_offset
+    return gate / (1.0 + jnp.exp(-scaled)) * shifted

@@ -1,0 +1,37 @@
+"""Shared memory that the copy engine and the tensor cores see in two ways.
+
+A copy's box of rows, 128 bytes (or less) wide, may start at any row of an array. The tensor cores
+want tiles of 8 rows. In memory both are the same bytes, so each stage has two views.
+"""
+
+from __future__ import annotations
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def two_views(shape, dtype, *, load_shape=None):
+    """[what copies write, what the tensor cores read] of one memory; the last axis is a swizzle."""
+    width = shape[-1]
+    swizzle = plgpu.SwizzleTransform(2 * width)
+    tiling = plgpu.TilingTransform((8, width))
+    load = plgpu.SMEM(load_shape or shape, dtype, transforms=(swizzle,))
+    return [load, plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))]
+
+
+def overlaid(*uses, interpreted: bool):
+    """One memory for several uses that follow each other, each a list of views.
+
+    The interpreter has no layouts and lays nothing over anything: there each use is one plain
+    reference.
+    """
+    if interpreted:
+        return tuple(plgpu.SMEM(use[-1].shape, use[-1].dtype) for use in uses)
+    return plgpu.RefUnion(*(view for use in uses for view in use))
+
+
+def views_of(reference, *counts: int, interpreted: bool):
+    """The views of each use of an `overlaid` memory, in a kernel; `counts` are their numbers."""
+    if interpreted:
+        return [(use,) * count for use, count in zip(reference, counts, strict=True)]
+    views = iter(reference)
+    return [tuple(next(views) for _ in range(count)) for count in counts]

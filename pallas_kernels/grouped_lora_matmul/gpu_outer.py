@@ -1,0 +1,168 @@
+"""The Hopper kernel of the adapters' gradients: the sum of left[t] ⊗ right[t] over a bucket's rows.
+
+One unit of work is one bucket and a slice of features. Rows come 64 at a time from the bucket's
+first; those of the last step that belong to others are zeroed in shared memory by a select, so
+nothing of theirs is multiplied. The sum runs over the rows in order, in one accumulator.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gpu_memory import overlaid, two_views, views_of
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import PROGRAMS
+
+ROWS = 64  # rows of one step
+FEATURES = 256  # features of one unit
+STAGES = 4
+STORED = 32  # float32 features stored at once: 128 bytes
+
+
+def outer_kernel(left, right, bucket_begin, bucket_end, rank: int, *, interpreted=False):
+    """Sums over rows [bucket_begin[b], bucket_end[b]) of each bucket b.
+
+    Args:
+      left: [M, at least rank, a multiple of 64]. right: [M, width].
+
+    Returns:
+      float32 [buckets, rank, width]; zeros for buckets without rows.
+    """
+    buckets, width = bucket_begin.shape[0], right.shape[1]
+    rank_blocks, slices = pl.cdiv(rank, 64), pl.cdiv(width, FEATURES)
+    units = buckets * rank_blocks * slices
+    programs = min(PROGRAMS, units)
+    wide = plgpu.SwizzleTransform(128)
+    left_shape, right_shape = (STAGES, ROWS, 64), (STAGES, FEATURES // 64, ROWS, 64)
+
+    def body(left, right, begins, ends, out, left_stage, right_stage, stored, full, empty):
+        ((left_load, left_tiles),) = views_of(left_stage, 2, interpreted=interpreted)
+        ((right_load, right_tiles),) = views_of(right_stage, 2, interpreted=interpreted)
+        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
+
+        def unit_at(i):
+            index = program + i * programs
+            feature = lax.rem(index, jnp.int32(slices)) * FEATURES
+            rest = lax.div(index, jnp.int32(slices))
+            rank_block = lax.rem(rest, jnp.int32(rank_blocks))
+            bucket = lax.div(rest, jnp.int32(rank_blocks))
+            begin, end = begins[bucket], ends[bucket]
+            steps = lax.div(end - begin + (ROWS - 1), jnp.int32(ROWS))
+            return bucket, rank_block, feature, begin, end, steps
+
+        @pl.when(warpgroup == 1)
+        def _memory():
+            def unit(i, step):
+                _, rank_block, feature, begin, _, steps = unit_at(i)
+
+                def load(k, step):
+                    stage = lax.rem(step, jnp.int32(STAGES))
+
+                    @pl.when(step >= STAGES)
+                    def _wait():
+                        plgpu.barrier_wait(empty.at[stage])
+
+                    rows = pl.ds(begin + k * ROWS, ROWS)
+                    ranks = pl.ds(rank_block * 64, 64)
+                    barrier = full.at[stage]
+                    plgpu.copy_gmem_to_smem(left.at[rows, ranks], left_load.at[stage], barrier)
+                    for block in range(FEATURES // 64):
+                        features = pl.ds(feature + 64 * block, 64)
+                        destination = right_load.at[stage, block]
+                        plgpu.copy_gmem_to_smem(right.at[rows, features], destination, barrier)
+                    return step + 1
+
+                return lax.fori_loop(0, steps, load, step)
+
+            lax.fori_loop(0, mine, unit, jnp.int32(0))
+
+        @pl.when(warpgroup == 0)
+        def _compute():
+            def unit(i, step):
+                bucket, rank_block, feature, begin, end, steps = unit_at(i)
+
+                def sums(*accumulators):
+                    def add(k, step):
+                        stage = lax.rem(step, jnp.int32(STAGES))
+                        plgpu.barrier_wait(full.at[stage])
+                        kept = end - begin - k * ROWS
+
+                        @pl.when(kept < ROWS)
+                        def _clear_others():
+                            _keep_rows(left_tiles.at[stage], kept)
+                            for block in range(FEATURES // 64):
+                                _keep_rows(right_tiles.at[stage, block], kept)
+                            plgpu.commit_smem()
+
+                        for block, accumulator in enumerate(accumulators):
+                            features = right_tiles.at[stage, block]
+                            plgpu.wgmma(accumulator, left_tiles.at[stage].T, features)
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(empty.at[stage])
+                        return step + 1
+
+                    lax.fori_loop(0, steps, add, step)
+                    return tuple(accumulator[...] for accumulator in accumulators)
+
+                totals = pl.run_scoped(sums, *[plgpu.ACC((64, 64))] * (FEATURES // 64))
+                for block, total in enumerate(totals):
+                    for part in range(64 // STORED):
+                        buffer = stored.at[part]
+                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        buffer[...] = total[:, part * STORED : (part + 1) * STORED]
+                        plgpu.commit_smem()
+                        features = pl.ds(feature + 64 * block + STORED * part, STORED)
+                        for first in range(0, rank, 64):
+                            kept = min(64, rank - first)
+
+                            @pl.when(rank_block == first // 64)
+                            def _store(buffer=buffer, features=features, first=first, kept=kept):
+                                plgpu.copy_smem_to_gmem(
+                                    buffer.at[pl.ds(0, kept)],
+                                    out.at[bucket, pl.ds(first, kept), features],
+                                    commit_group=False,
+                                )
+
+                        plgpu.commit_smem_to_gmem_group()
+                return step + steps
+
+            lax.fori_loop(0, mine, unit, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((buckets, rank, width), jnp.float32),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            left_stage=overlaid(two_views(left_shape, right.dtype), interpreted=interpreted),
+            right_stage=overlaid(two_views(right_shape, right.dtype), interpreted=interpreted),
+            stored=plgpu.SMEM(
+                (64 // STORED, 64, STORED),
+                jnp.float32,
+                transforms=(plgpu.TilingTransform((1, STORED)), wide),
+            ),
+            full=plgpu.Barrier(num_arrivals=1 + FEATURES // 64, num_barriers=STAGES),
+            empty=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        kernel_name=f"lora_outer_r{rank}_n{width}",
+    )
+    return kernel(left, right, bucket_begin, bucket_end)
+
+
+def _keep_rows(tile, count):
+    """Zeroes the rows of a [rows, 64] tile from `count` on."""
+    values = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
+    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+    tile[...] = jnp.where(row < count, values, jnp.zeros_like(values))

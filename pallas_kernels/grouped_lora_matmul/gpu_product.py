@@ -1,0 +1,503 @@
+"""The Hopper kernel behind every product: y = x·W of each row's group, plus its low-rank terms.
+
+Roles are swapped against a textbook matmul: features are the M side of the tensor core
+instruction and rows its N side, which goes in steps of 8. So a tile of any few rows costs about
+what its rows cost, and the same kernel serves decode (8 rows a tile) and prefill.
+
+    a tile = F features x up to `heights[-1]` rows of one group
+    ring of stages: [ W: F x 64 | x: rows x 64 ]       one k-step; loaded by the memory warpgroup
+    after the K loop, for each stretch of rows of one slot (32 at most):
+                    [ B: rank x F | u: 32 x rank ]     d = Bᵀ·uᵀ, added by a select on the rows
+
+Every output element is the sum over K in steps of 64 in one accumulator, then one addition for
+each low-rank term, whatever the tile is: bits do not depend on the schedule. A select, not a mask
+on u, keeps rows apart: 0 x NaN would not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gate import Gate, gated
+from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
+from pallas_kernels.grouped_lora_matmul.gpu_memory import overlaid, two_views, views_of
+from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, Tiles, slot_of
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import CHUNK, ProductSchedule, rank_tile
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
+from pallas_kernels.grouped_lora_matmul.gpu_store import store_rows
+
+K_STEP = 64  # columns of one stage: 128 bytes, the widest swizzle
+
+
+class Terms(NamedTuple):
+    """The low-rank terms of one product.
+
+    Attributes:
+      u: one for each term. factors: one [S, G or 1, R, width] each.
+    """
+
+    u: tuple[Columns, ...]
+    factors: tuple[jax.Array, ...]
+
+
+def product_kernel(
+    tables: Tables,
+    x,
+    w,
+    terms: Terms | None,
+    starts: tuple[int, ...],
+    schedule: ProductSchedule,
+    contract: int,
+    gate: Gate | None,
+    *,
+    interpreted: bool = False,
+):
+    """Runs the kernel over the tiles of the table.
+
+    Args:
+      x: [M, K]. w: [G, N, K] (contract 2) or [G, K, N] (contract 1).
+      starts: the first output column of each term.
+      interpreted: for the interpreter, which knows no layouts.
+
+    Returns:
+      [M, N] in x's dtype, or [M, N / 2] when gated.
+    """
+    layout = _Layout(x, w, terms, starts, schedule, contract, gate, interpreted)
+    kernel = plgpu.kernel(
+        functools.partial(_body, layout),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], layout.out_width), x.dtype),
+        grid=(schedule.programs,),
+        grid_names=("program",),
+        num_threads=schedule.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=layout.scratch(),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        kernel_name=layout.name(),
+    )
+    if layout.parts == 2:
+        w = w.reshape(w.shape[0], 2, layout.width, w.shape[2])
+    lora = ()
+    if terms is not None:
+        lora = (
+            tables.place,
+            tables.run_end,
+            *(u.array for u in terms.u),
+            *terms.factors,
+        )
+    return kernel(*tables.tiles, x, w, *lora)
+
+
+class _Layout:
+    """Sizes of one kernel, and its memory."""
+
+    def __init__(self, x, w, terms, starts, schedule, contract, gate, interpreted):
+        self.interpreted = interpreted
+        self.schedule, self.contract, self.gate, self.starts = schedule, contract, gate, starts
+        self.parts = 2 if gate is not None else 1
+        self.rows, self.k = x.shape
+        self.groups = w.shape[0]
+        self.width = w.shape[3 - contract] // self.parts
+        self.out_width = self.width
+        self.dtype = x.dtype
+        self.k_steps = pl.cdiv(self.k, K_STEP)
+        self.feature_tiles = pl.cdiv(self.width, schedule.features)
+        self.chunk = min(CHUNK, schedule.heights[-1])
+        self.terms = 0 if terms is None else len(terms.factors)
+        self.ranks = () if terms is None else tuple(f.shape[2] for f in terms.factors)
+        self.shared = () if terms is None else tuple(f.shape[1] == 1 for f in terms.factors)
+        self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
+        self.u_first = () if terms is None else tuple(u.first for u in terms.u)
+        self.rank_tile = rank_tile(max(self.ranks)) if terms is not None else 16
+        # One stage holds all terms of a gated product, or one term.
+        self.terms_of_stage = self.terms if gate is not None else min(self.terms, 1)
+        self.w_rows = self.parts * schedule.features
+        self.w_copies = 1 if contract == 2 and not interpreted else self.w_rows // 64
+
+    def name(self):
+        s = self.schedule
+        kind = "gated" if self.gate is not None else "product"
+        lora = f"_r{max(self.ranks)}" if self.terms else ""
+        return f"lora_{kind}{lora}_k{self.k}_n{self.width}_f{s.features}_h{s.heights[-1]}"
+
+    def scratch(self):
+        s, r = self.schedule, self.rank_tile
+        u_bytes = self.chunk * r * 2
+        # A stage's rows of x also hold u, so its size is a multiple of u's.
+        x_bytes = max(s.heights[-1] * 128, self.terms_of_stage * u_bytes)
+        self.x_rows = pl.cdiv(x_bytes, u_bytes) * u_bytes // 128
+        self.u_per_stage = self.x_rows * 128 // u_bytes
+        self.b_per_stage = self.parts * 64 // r
+        x_uses = [two_views((s.stages, self.x_rows, 64), self.dtype)]
+        w_shape = (s.stages, self.w_rows // 64, 64, 64)
+        whole = (s.stages, self.parts, s.features, 64) if self.w_copies == 1 else None
+        w_uses = [two_views(w_shape, self.dtype, load_shape=whole)]
+        if self.terms:
+            x_uses.append(two_views((s.stages * self.u_per_stage, self.chunk, r), self.dtype))
+            b_shape = (s.stages * self.b_per_stage, r, s.features)
+            b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
+            w_uses.append([plgpu.SMEM(b_shape, self.dtype, transforms=b_tiles)])
+        scratch = dict(
+            x_stage=overlaid(*x_uses, interpreted=self.interpreted),
+            w_stage=overlaid(*w_uses, interpreted=self.interpreted),
+            out=plgpu.SMEM(
+                (s.consumers, s.buffers, self.chunk, 64),
+                self.dtype,
+                transforms=(plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)),
+            ),
+            full=plgpu.Barrier(num_arrivals=1 + self.w_copies, num_barriers=s.stages),
+            empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
+        )
+        if self.terms:
+            scratch["low_rank_full"] = plgpu.Barrier(
+                num_arrivals=2 * self.terms_of_stage, num_barriers=s.stages
+            )
+        return scratch
+
+    def steps_of_run(self):
+        """The low-rank steps of one run: the terms each handles, and its first rank."""
+        if self.gate is not None:
+            ranks = range(0, max(self.ranks), self.rank_tile)
+            return [(tuple(range(self.terms)), first) for first in ranks]
+        return [
+            ((term,), first)
+            for term, rank in enumerate(self.ranks)
+            for first in range(0, rank, self.rank_tile)
+        ]
+
+    def part_of_term(self, term):
+        """Which accumulator part a term of a gated product belongs to."""
+        return 0 if self.gate is None or self.starts[term] == 0 else 1
+
+
+class _Tile(NamedTuple):
+    """The words of a tile in the table, and the feature it starts at.
+
+    Attributes:
+      group, row, rows: whose rows, the first, and how many.
+      k_steps: stages of the K loop; 0 for rows past the last group, which become zeros.
+      feature: the first of the tile's features.
+    """
+
+    group: jax.Array
+    row: jax.Array
+    rows: jax.Array
+    k_steps: jax.Array
+    feature: jax.Array
+
+
+def _body(layout: _Layout, *refs, x_stage, w_stage, out, full, empty, **rest):
+    s = layout.schedule
+    tiles, (x, w, *lora, y) = Tiles(*refs[: len(Tiles._fields)]), refs[len(Tiles._fields) :]
+    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    total = tiles.count[tiles.count.shape[0] - 1] * layout.feature_tiles
+    mine = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
+
+    def tile_at(i) -> _Tile:
+        """Tiles of one group and one slice of features follow each other: they share W."""
+        index = jnp.minimum(program + i * s.programs, total - 1)
+        some_tile = lax.div(index, jnp.int32(layout.feature_tiles))
+        first, count = tiles.first[some_tile], tiles.of_group[some_tile]
+        place = index - first * layout.feature_tiles
+        tile = first + lax.rem(place, count)
+        group = tiles.group[tile]
+        k_steps = jnp.where(group < layout.groups, layout.k_steps, 0)
+        group = jnp.minimum(group, layout.groups - 1)
+        feature = lax.div(place, count) * s.features
+        return _Tile(group, tiles.row[tile], tiles.rows[tile], k_steps, feature)
+
+    kernel = _Kernel(layout, x, w, y, lora, x_stage, w_stage, out, full, empty, **rest)
+
+    @pl.when(warpgroup == s.consumers)
+    def _memory():
+        if s.consumers > 1:
+            plgpu.set_max_registers(40, action="decrease")
+        lax.fori_loop(0, mine, lambda i, step: kernel.load_tile(tile_at(i), step), jnp.int32(0))
+
+    @pl.when(warpgroup < s.consumers)
+    def _compute():
+        if s.consumers > 1:
+            plgpu.set_max_registers(232, action="increase")
+
+        def compute(i, state):
+            tile, step = state
+            # Read now, needed after this tile.
+            following = tile_at(i + 1)
+            tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
+            return following, kernel.compute_tile(tile, step, warpgroup)
+
+        lax.fori_loop(0, mine, compute, (tile_at(0), jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0)
+
+
+class _Kernel:
+    """The two roles of a program, over the kernel's references."""
+
+    def __init__(
+        self, layout, x, w, y, lora, x_stage, w_stage, out, full, empty, low_rank_full=None
+    ):
+        self.layout, self.schedule = layout, layout.schedule
+        self.x, self.w, self.y = x, w, y
+        uses = (2, 2) if layout.terms else (2,)
+        (self.x_load, self.x_tiles), *u_views = views_of(
+            x_stage, *uses, interpreted=layout.interpreted
+        )
+        uses = (2, 1) if layout.terms else (2,)
+        (self.w_load, self.w_tiles), *b_views = views_of(
+            w_stage, *uses, interpreted=layout.interpreted
+        )
+        if layout.terms:
+            ((self.u_load, self.u_tiles),), ((self.b,),) = u_views, b_views
+            self.place, self.run_end, *arrays = lora
+            self.u, self.factors = arrays[: layout.terms], arrays[layout.terms :]
+        self.out, self.full, self.empty, self.low_rank_full = out, full, empty, low_rank_full
+
+    def stage_of(self, step):
+        return lax.rem(step, jnp.int32(self.schedule.stages))
+
+    def run_at(self, row):
+        """The slot of a row, and where its run ends."""
+        row = jnp.minimum(row, self.layout.rows - 1)
+        return slot_of(self.place[row]), self.run_end[row]
+
+    def chunk_heads(self, tile):
+        """`run_at` the start of each chunk, read long before it is needed."""
+        if not self.layout.terms:
+            return ()
+        starts = range(0, self.schedule.heights[-1], self.layout.chunk)
+        return [self.run_at(tile.row + start) for start in starts]
+
+    def walk_runs(self, tile, chunk, head, visit, carry):
+        """visit(slot, first, stop, carry) for the adapted runs of a chunk; rows from its start."""
+        begin = tile.row + chunk * self.layout.chunk
+        end = jnp.minimum(tile.row + tile.rows, begin + self.layout.chunk)
+
+        def run(state):
+            row, slot, run_end, carry = state
+            stop = jnp.minimum(run_end, end)
+            # Read before this run is worked on.
+            following = lax.cond(
+                stop < end, lambda: self.run_at(stop), lambda: (jnp.int32(-1), stop)
+            )
+            carry = lax.cond(
+                slot >= 0,
+                lambda carry: visit(slot, row - begin, stop - begin, carry),
+                lambda carry: carry,
+                carry,
+            )
+            return stop, *following, carry
+
+        return lax.while_loop(lambda state: state[0] < end, run, (begin, *head, carry))[-1]
+
+    # The memory warpgroup.
+
+    def load_tile(self, tile: _Tile, step):
+        def k_loop(height, step):
+            rows = pl.ds(tile.row, height)
+
+            def k_step(k, step):
+                stage = self.acquire(step)
+                columns = pl.ds(k * K_STEP, K_STEP)
+                plgpu.copy_gmem_to_smem(
+                    self.x.at[rows, columns],
+                    self.x_load.at[stage, pl.ds(0, height)],
+                    self.full.at[stage],
+                )
+                self.load_w(tile, k, stage)
+                return step + 1
+
+            return lax.fori_loop(0, tile.k_steps, k_step, step)
+
+        heads = self.chunk_heads(tile)
+        step = for_height(self.schedule.heights, tile.rows, k_loop, step)
+        for chunk, head in enumerate(heads):
+            load = functools.partial(self.load_low_rank, tile, chunk)
+            step = self.walk_runs(tile, chunk, head, load, step)
+        return step
+
+    def acquire(self, step):
+        stage = self.stage_of(step)
+
+        @pl.when(step >= self.schedule.stages)
+        def _wait():
+            plgpu.barrier_wait(self.empty.at[stage])
+
+        return stage
+
+    def load_w(self, tile, k, stage):
+        layout, features = self.layout, self.schedule.features
+        columns = pl.ds(k * K_STEP, K_STEP)
+        barrier = self.full.at[stage]
+
+        def source(part, feature, count):
+            features = pl.ds(tile.feature + feature, count)
+            if layout.contract == 1:
+                return self.w.at[tile.group, columns, features]
+            if layout.parts == 1:
+                return self.w.at[tile.group, features, columns]
+            return self.w.at[tile.group, part, features, columns]
+
+        if layout.w_copies > 1:
+            for block in range(layout.w_copies):
+                part, place = divmod(64 * block, features)
+                destination = self.w_load.at[stage, block]
+                plgpu.copy_gmem_to_smem(source(part, place, 64), destination, barrier)
+        elif layout.parts == 1:
+            plgpu.copy_gmem_to_smem(source(0, 0, features), self.w_load.at[stage, 0], barrier)
+        else:
+            both = source(slice(None), 0, features)
+            plgpu.copy_gmem_to_smem(both, self.w_load.at[stage], barrier)
+
+    def load_low_rank(self, tile, chunk, slot, first, stop, step):
+        del first, stop
+        layout = self.layout
+        rows = pl.ds(tile.row + chunk * layout.chunk, layout.chunk)
+        for terms, first_rank in layout.steps_of_run():
+            stage = self.acquire(step)
+            barrier = self.low_rank_full.at[stage]
+            ranks = pl.ds(tile.group * 0 + first_rank, layout.rank_tile)
+            for place, term in enumerate(terms):
+                group = 0 if layout.shared[term] else tile.group
+                column = tile.feature - (0 if layout.gate is not None else layout.starts[term])
+                plgpu.copy_gmem_to_smem(
+                    self.factors[term].at[
+                        slot, group, ranks, pl.ds(column, self.schedule.features)
+                    ],
+                    self.b.at[stage * layout.b_per_stage + place],
+                    barrier,
+                )
+                plgpu.copy_gmem_to_smem(
+                    self.u[term].at[
+                        rows, pl.ds(layout.u_first[term] + first_rank, layout.rank_tile)
+                    ],
+                    self.u_load.at[stage * layout.u_per_stage + place],
+                    barrier,
+                )
+            step = step + 1
+        return step
+
+    # The consumer warpgroups.
+
+    def compute_tile(self, tile: _Tile, step, warpgroup):
+        compute = functools.partial(self.compute_rows, tile, warpgroup, self.chunk_heads(tile))
+        return for_height(self.schedule.heights, tile.rows, compute, step)
+
+    def compute_rows(self, tile, warpgroup, heads, height, step):
+        s, layout = self.schedule, self.layout
+        blocks = layout.parts * s.blocks
+
+        def k_loop(*accumulators):
+            def k_step(k, step):
+                stage = self.stage_of(step)
+                plgpu.barrier_wait(self.full.at[stage])
+                rows = self.x_tiles.at[stage, pl.ds(0, height)].T
+                for i, accumulator in enumerate(accumulators):
+                    features = self.w_tiles.at[stage, self.block_of(warpgroup, i)]
+                    if layout.contract == 1:
+                        features = features.T
+                    plgpu.wgmma(accumulator, features, rows)
+                # All but the products just issued have ended: the stage before is free.
+                plgpu.wgmma_wait(blocks)
+
+                @pl.when(k > 0)
+                def _release():
+                    plgpu.barrier_arrive(self.empty.at[self.stage_of(step + (s.stages - 1))])
+
+                return step + 1
+
+            end = lax.fori_loop(0, tile.k_steps, k_step, step)
+            plgpu.wgmma_wait(0)
+
+            @pl.when(tile.k_steps > 0)
+            def _release():
+                plgpu.barrier_arrive(self.empty.at[self.stage_of(end + (s.stages - 1))])
+
+            return tuple(accumulator[...] for accumulator in accumulators)
+
+        sums = pl.run_scoped(k_loop, *[plgpu.ACC((64, height)) for _ in range(blocks)])
+        step = step + tile.k_steps
+        for chunk, first in enumerate(range(0, height, layout.chunk)):
+            width = min(layout.chunk, height - first)
+            part = tuple(total[:, first : first + width] for total in sums)
+            if layout.terms:
+                add = functools.partial(self.add_low_rank, tile, warpgroup, width)
+                part, step = self.walk_runs(tile, chunk, heads[chunk], add, (part, step))
+            self.store(tile, warpgroup, chunk, part)
+        return step
+
+    def block_of(self, warpgroup, i):
+        """Which 64-feature block of a stage is accumulator i of a warpgroup."""
+        s = self.schedule
+        part, block = divmod(i, s.blocks)
+        return part * (s.features // 64) + warpgroup * s.blocks + block
+
+    def add_low_rank(self, tile, warpgroup, width, slot, first, stop, carry):
+        del slot
+        s, layout = self.schedule, self.layout
+        sums, step = carry
+        sums = list(sums)
+        column = plgpu.broadcasted_iota(jnp.int32, (64, width), 1, layout=plgpu.Layout.WGMMA)
+        inside = (column >= first) & (column < stop)
+        for steps in self.terms_in_order():
+            accumulators = [
+                (term, i)
+                for term in steps[0][0]
+                for i in range(layout.parts * s.blocks)
+                if layout.gate is None or i // s.blocks == layout.part_of_term(term)
+            ]
+
+            def products(*deltas, steps=steps, accumulators=accumulators, step=step):
+                for j, (terms, _) in enumerate(steps):
+                    stage = self.stage_of(step + j)
+                    plgpu.barrier_wait(self.low_rank_full.at[stage])
+                    for delta, (term, i) in zip(deltas, accumulators, strict=True):
+                        place = terms.index(term)
+                        feature = (warpgroup * s.blocks + i % s.blocks) * 64
+                        b = self.b.at[stage * layout.b_per_stage + place, :, pl.ds(feature, 64)]
+                        u = self.u_tiles.at[stage * layout.u_per_stage + place, pl.ds(0, width)]
+                        plgpu.wgmma(delta, b.T, u.T)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(self.empty.at[stage])
+                return tuple(delta[...] for delta in deltas)
+
+            deltas = pl.run_scoped(products, *[plgpu.ACC((64, width)) for _ in accumulators])
+            for delta, (_, i) in zip(deltas, accumulators, strict=True):
+                sums[i] = jnp.where(inside, sums[i] + delta, sums[i])
+            step = step + len(steps)
+        return tuple(sums), step
+
+    def terms_in_order(self):
+        """`steps_of_run` with the rank steps of one term (or one gated set) together."""
+        together = {}
+        for terms, first_rank in self.layout.steps_of_run():
+            together.setdefault(terms, []).append((terms, first_rank))
+        return list(together.values())
+
+    def store(self, tile, warpgroup, chunk, sums):
+        """Writes the tile's own rows of one chunk: [64 features, rows] turned to [rows, 64]."""
+        s, layout = self.schedule, self.layout
+        if layout.gate is not None:
+            sums = [gated(sums[i], sums[s.blocks + i], layout.gate) for i in range(s.blocks)]
+        rows = sums[0].shape[1]
+        first = chunk * layout.chunk
+        count = jnp.clip(tile.rows - first, 0, rows)
+        for block, total in enumerate(sums):
+            # A tile starts with the first buffer again, so all stores before it must have read.
+            before = chunk * s.blocks + block
+            buffer = self.out.at[warpgroup, before % s.buffers]
+            plgpu.wait_smem_to_gmem(min(before, s.buffers - 1), wait_read_only=True)
+            turned = plgpu.layout_cast(total.astype(layout.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            buffer.at[pl.ds(0, rows)].T[...] = turned
+            plgpu.commit_smem()
+            column = tile.feature + (warpgroup * s.blocks + block) * 64
+            store_rows(buffer, self.y, tile.row + first, count, rows, pl.ds(column, 64))

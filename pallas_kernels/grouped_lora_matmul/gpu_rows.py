@@ -1,0 +1,253 @@
+"""What the Hopper kernels need to know about the rows, in plain JAX: runs, tiles and routes.
+
+Computed from the routing alone, once for all products of a layer. For few rows everything is
+counted by comparing all pairs, which XLA makes a few small kernels of: at decode sizes launches
+cost more than comparisons.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import tile_height
+
+FEW_ROWS = 2048  # up to here all pairs of rows are compared, for everything
+COMPARED_ROWS = 4096  # up to here comparing all pairs places rows faster than a sort
+RADIX_ROWS = 16385  # from here on XLA sorts with the radix sort, which is several times faster
+
+
+class Tiles(NamedTuple):
+    """Tiles of consecutive rows of one group; entries past the count mean nothing.
+
+    Attributes:
+      count: int32, its last element is how many tiles there are.
+      group: the group; the number of groups for rows past them all, which become zeros.
+      row, rows: the first row, and how many.
+      first, of_group: the first tile of the group, and how many it has.
+    """
+
+    count: jax.Array
+    group: jax.Array
+    row: jax.Array
+    rows: jax.Array
+    first: jax.Array
+    of_group: jax.Array
+
+
+class Tables(NamedTuple):
+    """All about the rows of a layer.
+
+    Attributes:
+      place: int32 [M], group * 2^16 + slot + 1 of each row; slot -1 past the last group, whose
+        number is the number of groups.
+      run_end: int32 [M], where the row's run (rows of one place) ends.
+      tiles: see there.
+    """
+
+    place: jax.Array
+    run_end: jax.Array
+    tiles: Tiles
+
+    @property
+    def row_slots(self) -> jax.Array:
+        """int32 [M], -1 without an adapter."""
+        return slot_of(self.place)
+
+    @property
+    def group_of_row(self) -> jax.Array:
+        """int32 [M]; the number of groups past the last group."""
+        return group_of(self.place)
+
+
+class Route(NamedTuple):
+    """Where the rows of a MoE layer go: the token of each row, and each choice's row."""
+
+    token: jax.Array
+    position: jax.Array
+    tables: Tables
+
+
+def place_of(group, slot, groups: int):
+    """The word of a row: rows in order of place are sorted by group, then slot."""
+    return group * 65536 + jnp.where(group < groups, slot, -1) + 1
+
+
+def slot_of(place):
+    """The slot in a place, in kernels too."""
+    return (place & 0xFFFF) - 1
+
+
+def group_of(place):
+    """The group in a place, in kernels too."""
+    return place >> 16
+
+
+def most_tiles(groups: int, rows: int, height: int) -> int:
+    """No routing makes more tiles than this."""
+    return min(rows, rows // height + groups + 1)
+
+
+def tables(group_sizes, row_slots, groups: int) -> Tables:
+    """Tables of rows that lie in order, group after group.
+
+    Args:
+      group_sizes: int32 [G], or None for M / G rows in every group.
+      row_slots: int32 [M], or None when no row has an adapter.
+    """
+    count = row_slots.shape[0]
+    row = jnp.arange(count, dtype=jnp.int32)
+    ends = group_ends(group_sizes, groups, count)
+    group = jnp.sum(ends[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
+    place = place_of(group, row_slots, groups)
+    return _tables_in_order(place, ends)
+
+
+def _tables_in_order(place, ends) -> Tables:
+    row = jnp.arange(place.shape[0], dtype=jnp.int32)
+    last = (place != jnp.roll(place, -1)) | (row == place.shape[0] - 1)
+    return Tables(place, _next_marked(last, row) + 1, tiles_of_groups(ends, place.shape[0]))
+
+
+def group_ends(group_sizes, groups: int, rows: int) -> jax.Array:
+    """int32 [G]: the first row past each group."""
+    if group_sizes is None:
+        return (jnp.arange(groups, dtype=jnp.int32) + 1) * (rows // groups)
+    before = jnp.arange(groups)[:, None] >= jnp.arange(groups)
+    return jnp.sum(jnp.where(before, group_sizes, 0), axis=1, dtype=jnp.int32)
+
+
+def _next_marked(marked, row):
+    """The first marked row at or after each row; the last row is marked."""
+    count = row.shape[0]
+    if count <= FEW_ROWS:
+        after = (row[None, :] >= row[:, None]) & marked[None, :]
+        return jnp.min(jnp.where(after, row[None, :], count), axis=1)
+    return lax.cummin(jnp.where(marked, row, count), reverse=True)
+
+
+def tiles_of_groups(ends, rows: int) -> Tiles:
+    """Cuts each group, and the rows past them all, into tiles of equal height (give or take 1)."""
+    groups = ends.shape[0]
+    height = tile_height(rows, groups)
+    begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    ends = jnp.concatenate([ends, jnp.full(1, rows, jnp.int32)])
+    sizes = ends - begins
+    tiles = lax.div(sizes + (height - 1), jnp.int32(height))
+    index = jnp.arange(groups + 1)
+    tile_ends = jnp.sum(jnp.where(index[:, None] >= index, tiles, 0), axis=1, dtype=jnp.int32)
+    tile = jnp.arange(most_tiles(groups, rows, height), dtype=jnp.int32)
+    group = jnp.sum(tile_ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    group = jnp.minimum(group, groups)
+    of_group = tiles[group]
+    first = tile_ends[group] - of_group
+    offset, size = _equal_cut(sizes[group], of_group, tile - first)
+    return Tiles(tile_ends, group, begins[group] + offset, size, first, of_group)
+
+
+def _equal_cut(size, pieces, piece):
+    """Where a piece starts and its size, when `size` rows are cut in equal pieces."""
+    pieces = jnp.maximum(pieces, 1)
+    shorter, longer = lax.div(size, pieces), lax.rem(size, pieces)
+    return piece * shorter + jnp.minimum(piece, longer), shorter + (piece < longer)
+
+
+def route(groups: int, slots: int, group, token_slots) -> Route:
+    """Sorts (token, choice) rows by (group, slot), stably.
+
+    Args:
+      groups, slots: how many there are.
+      group: int32 [T, choices], `groups` for rows that no group works on.
+      token_slots: int32 [T], -1 for none.
+    """
+    tokens, choices = group.shape
+    count = tokens * choices
+    slot = jnp.broadcast_to(token_slots[:, None], group.shape).reshape(-1).astype(jnp.int32)
+    place = place_of(group.reshape(-1).astype(jnp.int32), slot, groups)
+    if count <= FEW_ROWS:
+        token, position, tables = _route_few(groups, slots, place, choices)
+    else:
+        order, position = _sorted_order(groups, slots, place)
+        token = lax.div(order, jnp.int32(choices))
+        ends = jnp.sum(
+            place[None, :] < (jnp.arange(groups, dtype=jnp.int32)[:, None] + 1) * 65536,
+            axis=1,
+            dtype=jnp.int32,
+        )
+        tables = _tables_in_order(place[order], ends)
+    return Route(token, position.reshape(tokens, choices), tables)
+
+
+def _number(which):
+    return jnp.sum(which, axis=1, dtype=jnp.int32)
+
+
+def _position(groups, slots, place):
+    """Each row's place in a stable sort, by comparing it with all rows."""
+    count = place.shape[0]
+    row = jnp.arange(count, dtype=jnp.int32)
+    if (groups + 1) * (slots + 1) * count < 2**31:
+        # One number for each row, no two equal: XLA fuses a sum of single comparisons.
+        number = (group_of(place) * (slots + 1) + slot_of(place) + 1) * count + row
+        return _number(number[None, :] < number[:, None])
+    return _number(place[None, :] < place[:, None] + (row[None, :] < row[:, None]))
+
+
+def _route_few(groups, slots, place, choices):
+    count = place.shape[0]
+    row = jnp.arange(count, dtype=jnp.int32)
+    height = tile_height(count, groups)
+    # First: where each row goes, and where its run and its group end, by comparing all pairs.
+    group = group_of(place)
+    position = _position(groups, slots, place)
+    run_end = _number(place[None, :] <= place[:, None])
+    begin = _number(place[None, :] < group[:, None] * 65536)
+    end = _number(place[None, :] < group[:, None] * 65536 + 65536)
+    # Barriers keep one step one kernel: XLA would share comparisons between them through memory.
+    position, run_end, begin, end = lax.optimization_barrier((position, run_end, begin, end))
+    # Second: the same in order, and each tile's number. Low tiles need no equal cut.
+    piece = lax.div(position - begin, jnp.int32(height))
+    is_first = position - begin == piece * height
+    order = _marked_row(position, row)
+    tile_of_row = _number(jnp.where(is_first, position, count)[None, :] < position[:, None])
+    order, tile_of_row = lax.optimization_barrier((order, tile_of_row))
+    # Third: each tile's first row.
+    tile = jnp.arange(most_tiles(groups, count, height), dtype=jnp.int32)
+    start = _marked_row(jnp.where(is_first, tile_of_row, -1), tile)
+    start = lax.optimization_barrier(start)
+    tiles = Tiles(
+        (tile_of_row + is_first)[order],
+        group[start],
+        position[start],
+        jnp.minimum(end - position, height)[start],
+        (tile_of_row - piece)[start],
+        lax.div(end - begin + (height - 1), jnp.int32(height))[start],
+    )
+    return lax.div(order, jnp.int32(choices)), position, Tables(place[order], run_end[order], tiles)
+
+
+def _marked_row(numbers, wanted):
+    """Where each wanted number is among the numbers; 0 if it is not."""
+    index = jnp.arange(numbers.shape[0], dtype=jnp.int32)
+    here = numbers[None, :] == wanted[:, None]
+    return jnp.max(jnp.where(here, index[None, :], 0), axis=1)
+
+
+def _sorted_order(groups, slots, place):
+    """The row at each position of a stable sort, and each row's position."""
+    count = place.shape[0]
+    row = jnp.arange(count, dtype=jnp.int32)
+    if count <= COMPARED_ROWS:
+        position = _position(groups, slots, place)
+        return jnp.zeros_like(row).at[position].set(row, unique_indices=True), position
+    key = group_of(place) * (slots + 1) + slot_of(place) + 1
+    # Short keys take half the passes of a radix sort.
+    short = jnp.uint16 if (groups + 1) * (slots + 1) < 65536 else jnp.int32
+    padding = max(0, RADIX_ROWS - count)
+    key = jnp.pad(key.astype(short), (0, padding), constant_values=jnp.iinfo(short).max)
+    _, order = lax.sort((key, jnp.pad(row, (0, padding))), num_keys=1, is_stable=True)
+    order = order[:count]
+    return order, jnp.zeros_like(row).at[order].set(row, unique_indices=True)

@@ -1,0 +1,114 @@
+"""Which schedule a Hopper kernel runs with: a pure function of static shapes.
+
+Schedules change times, never bits. NOTES.md has the measurements behind the choices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+PROGRAMS = 132  # multiprocessors of an H100 or H200
+SHARED_MEMORY = 227 * 1024 - 1024  # bytes a program may use, less its barriers
+CHUNK = 32  # rows added and stored at once
+SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductSchedule:
+    """How one product is cut.
+
+    Attributes:
+      blocks: 64-feature blocks of each consumer warpgroup (of gate and of up when gated).
+      consumers: warpgroups that multiply.
+      heights: row counts of the compiled tile variants, ascending multiples of 8.
+      stages: depth of the ring.
+      buffers: output buffers of 32 rows of each consumer.
+      programs: persistent programs, at most one for each multiprocessor.
+    """
+
+    blocks: int
+    consumers: int
+    heights: tuple[int, ...]
+    stages: int
+    buffers: int
+    programs: int
+
+    @property
+    def features(self) -> int:
+        """Output features of a tile (of the gate part alone when gated)."""
+        return 64 * self.blocks * self.consumers
+
+
+@dataclasses.dataclass(frozen=True)
+class ShrinkSchedule:
+    """How one shrink is cut.
+
+    Attributes:
+      block: rows of a unit.
+      heights: row counts of the compiled variants, ascending multiples of 8, up to the block.
+      stages: depth of the ring.
+      programs: persistent programs.
+    """
+
+    block: int
+    heights: tuple[int, ...]
+    stages: int
+    programs: int
+
+
+def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> ProductSchedule:
+    """For `rows` rows over `groups` groups, `width` features in each of `parts` parts."""
+    mean = rows / groups
+    heights = _heights(mean)
+    # Tall tiles multiply 128 features in each warpgroup; low ones only wait for W, and finer
+    # slices of features spread it better.
+    blocks = 2 if mean > 160 and parts == 1 else 1
+    consumers = 2
+    most_tiles = min(rows, groups + rows // heights[-1])
+    if most_tiles * -(-width // (128 * blocks)) < PROGRAMS:
+        consumers = 1
+    buffers = min(4, 2 * blocks * -(-heights[-1] // CHUNK))
+    w_rows = parts * blocks * consumers * 64
+    stage = (w_rows + max(heights[-1], CHUNK)) * 128
+    free = SHARED_MEMORY - consumers * buffers * min(CHUNK, heights[-1]) * 128
+    tiles = most_tiles * -(-width // (64 * blocks * consumers))
+    return ProductSchedule(
+        blocks, consumers, heights, min(12, free // stage), buffers, max(1, min(PROGRAMS, tiles))
+    )
+
+
+def tile_height(rows: int, groups: int) -> int:
+    """The most rows of a tile; the same for all products of a layer, which share their tiles."""
+    return _heights(rows / groups)[-1]
+
+
+def _heights(mean: float) -> tuple[int, ...]:
+    """Tile variants for a mean number of rows in a group; three, or the compiler gives up."""
+    for limit, heights in (
+        (6, (8, 16)),
+        (12, (8, 16, 32)),
+        (40, (16, 32, 64)),
+        (80, (64, 80, 96)),
+        (160, (128, 144, 160)),
+    ):
+        if mean <= limit:
+            return heights
+    # Groups are cut into equal tiles of 64 to 128 rows, full ones mostly when groups are large.
+    return (96, 112, 128) if mean <= 512 else (112, 120, 128)
+
+
+def rank_tile(rank: int) -> int:
+    """Rank columns of one low-rank step: the narrowest swizzle that holds them, at most 64."""
+    return next(size for size in (16, 32, 64) if rank <= size or size == 64)
+
+
+def shrink_schedule(rows: int, rank_blocks: int) -> ShrinkSchedule:
+    """For `rows` rows and `rank_blocks` blocks of 64 ranks."""
+    block = 1
+    while block < 32 and rows > 2 * PROGRAMS * block:
+        block *= 2
+    heights = tuple(height for height in (8, 16, 32) if height <= max(8, block))
+    stage = SHRINK_STEPS * (heights[-1] + 64 * rank_blocks) * 128
+    free = SHARED_MEMORY - 2 * heights[-1] * 128
+    units = -(-rows // block)
+    return ShrinkSchedule(block, heights, min(12, free // stage), min(PROGRAMS, units))

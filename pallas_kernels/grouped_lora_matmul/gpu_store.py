@@ -1,0 +1,35 @@
+"""Storing any number of rows from shared memory."""
+
+from __future__ import annotations
+
+import functools
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def store_rows(buffer, target, first_row, count, rows, columns):
+    """Stores the first `count` of a buffer's `rows` rows, in pieces of powers of two.
+
+    The copy engine's boxes have static sizes, and rows past `count` belong to others.
+    """
+
+    def copy(offset, size):
+        plgpu.copy_smem_to_gmem(
+            buffer.at[pl.ds(offset, size)],
+            target.at[pl.ds(first_row + offset, size), columns],
+            commit_group=False,
+        )
+
+    pl.when(count == rows)(lambda: copy(0, rows))
+
+    @pl.when(count < rows)
+    def _pieces():
+        size = 1 << ((rows - 1).bit_length() - 1)
+        while size:
+            # What the larger pieces have stored: the higher bits of count.
+            offset = count & (-2 * size)
+            pl.when((count & size) != 0)(functools.partial(copy, offset, size))
+            size //= 2
+
+    plgpu.commit_smem_to_gmem_group()

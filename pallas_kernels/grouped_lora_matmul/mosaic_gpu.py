@@ -1,0 +1,135 @@
+"""`grouped_lora_matmul` on Hopper GPUs: the Mosaic kernels, and what they cannot serve.
+
+The backend interface is described in `differentiable.py`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.grouped_lora_matmul import gpu_gather, gpu_rows
+from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import product_schedule, shrink_schedule
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import packed_columns, shrink_kernel
+
+MAX_RANK = 128
+MANY_ROWS = 1024
+
+
+def check(x, w, lora, parts):
+    """Raises NotImplementedError, with the shapes, for what the kernels cannot serve."""
+    pairs = [pair for pair in lora if pair is not None]
+
+    def refuse(why: str):
+        ranks = [pair.a.shape[2] for pair in pairs]
+        raise NotImplementedError(
+            f"mosaic_gpu: {why} (x {x.dtype}{list(x.shape)}, w {w.dtype}{list(w.shape)}, "
+            f"{parts=}, {ranks=})"
+        )
+
+    arrays = (x, w, *(array for pair in pairs for array in (pair.a, pair.b)))
+    if any(array.dtype != jnp.bfloat16 for array in arrays):
+        refuse("x, w and adapters must be bfloat16")
+    if x.shape[0] == 0:
+        refuse("there must be at least one row")
+    if x.shape[1] % 8 or any(width % 8 for width in parts):
+        refuse("K and every part of N must be multiples of 8, the copy engine's unit")
+    if pairs and (x.shape[1] % 64 or any(width % 64 for width in parts)):
+        refuse("with adapters K and every part of N must be multiples of 64")
+    if any(pair.a.shape[2] > MAX_RANK for pair in pairs):
+        refuse(f"ranks go up to {MAX_RANK}")
+
+
+def tables(group_sizes, row_slots, groups: int) -> Tables:
+    """See `gpu_rows.tables`."""
+    return gpu_rows.tables(group_sizes, row_slots, groups)
+
+
+def route(groups: int, slots: int, group, token_slots) -> gpu_rows.Route:
+    """See `gpu_rows.route`."""
+    return gpu_rows.route(groups, slots, group, token_slots)
+
+
+def gather(x, index):
+    """x[index] for rows; many rows go through the copy engine, twice as fast as XLA's loop."""
+    many = index.shape[0] >= MANY_ROWS and index.shape[0] % gpu_gather.ROWS == 0
+    if many and x.shape[1] % gpu_gather.LINE == 0:
+        return gpu_gather.gather_rows(x, index)
+    return x[index]
+
+
+def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):
+    """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`."""
+    parts = 1 if gate is None else 2
+    width = w.shape[3 - contract] // parts
+    schedule = product_schedule(x.shape[0], w.shape[0], width, parts)
+    terms = Terms(tuple(u), tuple(map(_whole_ranks, factors))) if factors else None
+    return product_kernel(tables, x, w, terms, tuple(starts), schedule, contract, gate)
+
+
+def shrink(x, tables: Tables, factors, starts, scalings):
+    """u of every term, as `gpu_shrink.Columns`; see `differentiable.py`."""
+    factors = tuple(map(_whole_ranks, factors))
+    scalings = tuple(
+        jnp.ones((factor.shape[0], 1), jnp.float32) if scaling is None else scaling
+        for factor, scaling in zip(factors, scalings, strict=True)
+    )
+    columns = [(start, factor.shape[3]) for start, factor in zip(starts, factors, strict=True)]
+    u = [None] * len(factors)
+    # Terms of the same columns of x read them once.
+    for start, width in dict.fromkeys(columns):
+        same = [term for term, its in enumerate(columns) if its == (start, width)]
+        first, owned = packed_columns(tuple(factors[term].shape[2] for term in same))
+        schedule = shrink_schedule(x.shape[0], -(-(first[-1] + owned[-1]) // 64))
+        found = shrink_kernel(
+            x,
+            tables,
+            tuple(factors[term] for term in same),
+            tuple(scalings[term] for term in same),
+            start,
+            width,
+            schedule,
+        )
+        for term, its in zip(same, found, strict=True):
+            u[term] = its
+    return tuple(u)
+
+
+def outer(left, right, tables: Tables, shape):
+    """The sum of left[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
+    slots, groups = shape
+    left = jnp.asarray(left)
+    rank = left.shape[1]
+    left = jnp.pad(left, ((0, 0), (0, -rank % 64)))
+    slot = tables.row_slots
+    group = tables.group_of_row if groups > 1 else jnp.zeros_like(slot)
+    adapted = slot >= 0
+    bucket_of_row = jnp.where(adapted, group * slots + slot, -1)
+    # Rows without an adapter count as just after the bucket before them.
+    reached = lax.cummax(bucket_of_row)
+    in_order = jnp.all(jnp.where(adapted, bucket_of_row == reached, True))
+    key = jnp.where(adapted, 2 * bucket_of_row, 2 * reached + 1)
+
+    def summed(left, right, key):
+        bucket = 2 * (jnp.arange(groups)[None, :] * slots + jnp.arange(slots)[:, None])
+        bucket = bucket.reshape(-1).astype(jnp.int32)
+        begin = jnp.sum(key[None, :] < bucket[:, None], axis=1, dtype=jnp.int32)
+        end = jnp.sum(key[None, :] <= bucket[:, None], axis=1, dtype=jnp.int32)
+        return outer_kernel(left, right, begin, end, rank)
+
+    def sorted_first(left, right, key):
+        key = jnp.where(adapted, key, 2 * groups * slots)
+        order = jnp.argsort(key, stable=True)
+        return summed(left[order], right[order], key[order])
+
+    total = lax.cond(in_order, summed, sorted_first, left, right, key)
+    return total.reshape(slots, groups, rank, right.shape[1])
+
+
+def _whole_ranks(factor: jax.Array) -> jax.Array:
+    """Ranks that are not multiples of 8, the tensor core's unit, are padded: a copy."""
+    return jnp.pad(factor, ((0, 0), (0, 0), (0, -factor.shape[2] % 8), (0, 0)))

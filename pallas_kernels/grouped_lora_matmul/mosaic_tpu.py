@@ -1,0 +1,198 @@
+"""`grouped_lora_matmul` on TPUs: the Pallas kernels, and what they cannot serve.
+
+The backend interface is described in `differentiable.py`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_lora_matmul import tpu_schedule, tpu_tasks
+from pallas_kernels.grouped_lora_matmul.tpu_outer import outer_kernel
+from pallas_kernels.grouped_lora_matmul.tpu_product import Term, product_kernel
+from pallas_kernels.grouped_lora_matmul.tpu_schedule import LANES, itemsize
+from pallas_kernels.grouped_lora_matmul.tpu_shrink import shrink_kernel
+from pallas_kernels.grouped_lora_matmul.tpu_tasks import Route, Tables, row_runs, row_tasks
+from pallas_kernels.routing_plan.api import sort_rows
+
+DTYPES = (jnp.bfloat16, jnp.float32)
+
+
+def check(x, w, lora, parts):
+    """Raises NotImplementedError, with the shapes, for what the kernels cannot serve."""
+    pairs = [pair for pair in lora if pair is not None]
+
+    def refuse(why: str):
+        ranks = [pair.a.shape[2] for pair in pairs]
+        raise NotImplementedError(
+            f"mosaic_tpu: {why} (x {x.dtype}{list(x.shape)}, w {w.dtype}{list(w.shape)}, "
+            f"{parts=}, {ranks=})"
+        )
+
+    arrays = (x, w, *(array for pair in pairs for array in (pair.a, pair.b)))
+    if any(array.dtype not in DTYPES for array in arrays):
+        refuse("x, w and adapters must be bfloat16 or float32")
+    try:
+        _schedule_all(x, w, pairs, parts)
+    except NotImplementedError as error:
+        refuse(str(error))
+
+
+def _schedule_all(x, w, pairs, parts):
+    """Everything that the forward and backward pass schedule; raises what they would."""
+    device = tpu_schedule.current_device()
+    rows, (_, n, k) = max(x.shape[0], 1), w.shape
+    # With a shared width the product may be gated: gate and up are two halves.
+    halves = (1, 2) if len(parts) == 2 and parts[0] == parts[1] else (1,)
+    for count in halves:
+        terms = tuple((p.b.shape[2], 0, n // count, itemsize(p.b.dtype)) for p in pairs)
+        tpu_schedule.product_schedule(_shape(x, w, k, n // count, count, 2, terms), device)
+    terms = tuple((p.a.shape[2], 0, k, itemsize(p.a.dtype)) for p in pairs)
+    tpu_schedule.product_schedule(_shape(x, w, n, k, 1, 1, terms), device)
+    if not pairs:
+        return
+    size = itemsize(x.dtype)
+    for width, factors in ((k, [p.a for p in pairs]), (n, [p.b for p in pairs])):
+        terms = tuple((f.shape[2], f.shape[3], itemsize(f.dtype)) for f in factors)
+        tpu_schedule.shrink_schedule(rows, (width,), size, terms, device)
+        for slots, _, rank, its_width in (factor.shape for factor in factors):
+            tpu_schedule.outer_schedule(rows, slots, rank, its_width, size, size, device)
+
+
+def _shape(x, w, k, n, halves, contract, terms):
+    return tpu_schedule.ProductShape(
+        rows=max(x.shape[0], 1),
+        k=k,
+        n=n,
+        halves=halves,
+        contract=contract,
+        x_bytes=itemsize(x.dtype),
+        w_bytes=itemsize(w.dtype),
+        terms=terms,
+    )
+
+
+def tables(group_sizes, row_slots, groups: int) -> Tables:
+    """See `tpu_tasks.tables`. Equal tables of a layer's products are made once, by the compiler."""
+    return tpu_tasks.tables(group_sizes, row_slots, groups)
+
+
+def route(groups: int, slots: int, group, token_slots) -> Route:
+    """See `differentiable.py`."""
+    del slots
+    found = sort_rows(groups, group, token_slots)
+    return Route(found.token, found.position, tables(found.group_sizes, found.row_slots, groups))
+
+
+def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):
+    """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`."""
+    rows, groups = x.shape[0], w.shape[0]
+    halves = 1 if gate is None else 2
+    n = w.shape[3 - contract] // halves
+    k = w.shape[contract]
+    if rows == 0:
+        return jnp.zeros((0, n), x.dtype)
+    device = tpu_schedule.current_device()
+    sizes = tuple(
+        (factor.shape[2], start, factor.shape[3], itemsize(factor.dtype))
+        for factor, start in zip(factors, starts, strict=True)
+    )
+    schedule = tpu_schedule.product_schedule(_shape(x, w, k, n, halves, contract, sizes), device)
+    if contract == 2:
+        w = w.reshape(groups, halves, n, k)
+    fitted = [
+        _fit(factor, start, n, schedule) for factor, start in zip(factors, starts, strict=True)
+    ]
+    return product_kernel(
+        row_tasks(tables.ends, rows, schedule.block_m),
+        row_runs(tables, schedule.block_m, by_group=True) if factors else None,
+        x,
+        w,
+        tuple(u),
+        tuple(factor for factor, _ in fitted),
+        tuple(term for _, term in fitted),
+        contract,
+        gate,
+        schedule,
+        device,
+    )
+
+
+def _fit(factor, start: int, n: int, schedule):
+    """A factor and its term, cut as the column tiles are.
+
+    Where a term's columns start or end inside a tile, or between lanes, its factor is padded with
+    zero columns, a copy, and a select keeps them out.
+    """
+    half, start = divmod(start, n)
+    width = factor.shape[3]
+    if start + width > n:
+        raise NotImplementedError(f"a low-rank term of columns {start} to {start + width} of {n}")
+    if tpu_schedule.fits(start, width, n, schedule.n_tiles, schedule.block_n):
+        return factor, Term(half, start, width)
+    unit = LANES if schedule.n_tiles == 1 else schedule.block_n
+    all_columns = schedule.n_tiles * schedule.block_n
+    before = start % unit
+    after = min(-(start + width) % unit, all_columns - start - width)
+    factor = jnp.pad(factor, ((0, 0), (0, 0), (0, 0), (before, after)))
+    kept = (start, start + width)
+    return factor, Term(half, start - before, before + width + after, kept)
+
+
+def shrink(x, tables: Tables, factors, starts, scalings):
+    """u of every term, in x's dtype; see `differentiable.py`."""
+    rows = x.shape[0]
+    if rows == 0:
+        return tuple(jnp.zeros((0, factor.shape[2]), x.dtype) for factor in factors)
+    scalings = tuple(
+        jnp.ones((factor.shape[0], 1), jnp.float32) if scaling is None else scaling
+        for factor, scaling in zip(factors, scalings, strict=True)
+    )
+    # A copy's or a block's columns start at a lane tile; other parts of x are cut out first.
+    sources, of_term, columns = [x], [], []
+    for factor, start in zip(factors, starts, strict=True):
+        if start % LANES == 0:
+            of_term.append(0)
+            columns.append(start)
+        else:
+            of_term.append(len(sources))
+            columns.append(0)
+            sources.append(x[:, start : start + factor.shape[3]])
+    if 0 not in of_term:
+        sources, of_term = sources[1:], [source - 1 for source in of_term]
+    device = tpu_schedule.current_device()
+    schedule = tpu_schedule.shrink_schedule(
+        rows,
+        tuple(source.shape[1] for source in sources),
+        itemsize(x.dtype),
+        tuple((f.shape[2], f.shape[3], itemsize(f.dtype)) for f in factors),
+        device,
+    )
+    by_group = any(array.shape[1] > 1 for array in (*factors, *scalings))
+    runs = row_runs(tables, schedule.block_m, by_group=by_group)
+    scalings = tuple(scaling.astype(jnp.float32) for scaling in scalings)
+    return shrink_kernel(
+        runs, scalings, tuple(sources), factors, tuple(of_term), tuple(columns), schedule, device
+    )
+
+
+def outer(left, right, tables: Tables, shape):
+    """The sum of left[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
+    slots, groups = shape
+    (rows, rank), width = left.shape, right.shape[1]
+    if rows == 0:
+        return jnp.zeros((*shape, rank, width), jnp.float32)
+    ends = tables.ends if groups > 1 else tables.ends[-1:]
+    device = tpu_schedule.current_device()
+    schedule = tpu_schedule.outer_schedule(
+        rows, slots, rank, width, itemsize(left.dtype), itemsize(right.dtype), device
+    )
+    return outer_kernel(
+        row_tasks(ends, rows, schedule.block_m, empty_groups=True),
+        row_runs(tables, schedule.block_m, by_group=groups > 1),
+        left,
+        right,
+        shape,
+        schedule,
+        device,
+    )

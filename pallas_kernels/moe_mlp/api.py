@@ -1,0 +1,112 @@
+"""`moe_mlp`: the routed experts of a layer as one function, the same on every platform.
+
+    y[t] = Σ_k weights[t, k] · down_e(gate_e(x[t]) gated with up_e(x[t])),  e = experts[t, k]
+
+Rows are sorted once; their order, and what the kernels need to know about it, serves gate/up and
+down. Letters: T tokens, E local experts, H hidden width, I expert width.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.grouped_lora_matmul import differentiable
+from pallas_kernels.grouped_lora_matmul.api import Lora, check_call, choose_backend
+from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.moe_mlp.rows import spread, weighted_sum
+from pallas_kernels.routing_plan.api import local_groups
+
+
+def moe_mlp(
+    x: Float[Array, "tokens hidden"],
+    experts: Int[Array, "tokens choices"],
+    weights: Float[Array, "tokens choices"],
+    token_slots: Int[Array, " tokens"],
+    gate_up: Float[Array, "experts twice_width hidden"],
+    down: Float[Array, "experts hidden width"],
+    lora_gate: Lora | None = None,
+    lora_up: Lora | None = None,
+    lora_down: Lora | None = None,
+    *,
+    gate: Gate | None = None,
+    first_group: int | Int[Array, ""] = 0,
+    valid: Bool[Array, " tokens"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """Routes tokens to their experts, and sums what these make of them.
+
+    Differentiable with respect to x, weights and the adapters. Exactness and isolation as in
+    `grouped_lora_matmul`: a token's bits depend on that token alone.
+
+    Args:
+      experts: chosen experts of each token, counted over all devices.
+      weights: what each choice counts.
+      token_slots: adapter slot of each token, -1 for none.
+      gate_up: `[E, 2 I, H]`, gate first. down: `[E, H, I]`.
+      lora_gate, lora_up: adapters `[S, E or 1, R, H]` and `[S, E or 1, R, I]`; where A is shared
+        by all experts, x·Aᵀ is computed once for each token.
+      gate: the activation; default silu.
+      first_group: the first local expert. Choices of other devices' experts add nothing.
+      valid: False for padding tokens, which no expert works on.
+      implementation: as in `grouped_lora_matmul`.
+
+    Returns:
+      `[T, H]`, summed over the choices in order, in float32 (or float64).
+
+    Raises:
+      ValueError: shapes that do not belong together.
+      NotImplementedError: an implementation that cannot serve these shapes.
+    """
+    count, twice, _ = gate_up.shape
+    if experts.shape != weights.shape or experts.shape[:1] != x.shape[:1]:
+        raise ValueError(
+            f"experts {experts.shape} and weights {weights.shape} must both be "
+            f"[{x.shape[0]}, choices]"
+        )
+    parts, into = (twice // 2, twice // 2), (lora_gate, lora_up)
+    rows = experts.size
+    wide = jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype)
+    narrow = jax.ShapeDtypeStruct((rows, twice // 2), x.dtype)
+    slots = jax.ShapeDtypeStruct((rows,), token_slots.dtype)
+    sizes = jax.ShapeDtypeStruct((count,), experts.dtype)
+    calls = (wide, gate_up, into, parts), (narrow, down, (lora_down,), (down.shape[1],))
+    for rows, w, lora, widths in calls:
+        check_call(rows, w, sizes, slots, lora, widths)
+    backend = _common_backend(implementation, calls)
+    group = local_groups(experts, count, first_group, valid)
+    pairs = [pair for pair in (*into, lora_down) if pair is not None]
+    route = backend.route(count, max([1, *(p.a.shape[0] for p in pairs)]), group, token_slots)
+    hidden = differentiable.grouped_lora_matmul(
+        backend,
+        parts,
+        gate or Gate(),
+        spread(backend.gather, x, route.token, route.position),
+        gate_up,
+        route.tables,
+        into,
+        _shared_u(backend, x, token_slots, into, route.token),
+    )
+    rows = differentiable.grouped_lora_matmul(
+        backend, (down.shape[1],), None, hidden, down, route.tables, (lora_down,), None
+    )
+    return weighted_sum(rows, weights, route.token, route.position)
+
+
+def _common_backend(implementation, calls) -> ModuleType:
+    """One backend for the whole layer: its products share their tables."""
+    backends = [choose_backend(implementation, *call) for call in calls]
+    return backends[0] if backends[0] is backends[1] else choose_backend("xla", *calls[0])
+
+
+def _shared_u(backend, x, token_slots, lora, token):
+    """x·Aᵀ once for each token, when A and scaling know nothing of experts; else None."""
+    pairs = [pair for pair in lora if pair is not None]
+    if not pairs or any(pair.a.shape[1] > 1 or pair.scaling.shape[1] > 1 for pair in pairs):
+        return None
+    tables = backend.tables(None, token_slots, 1)
+    a, scalings = tuple(pair.a for pair in pairs), tuple(pair.scaling for pair in pairs)
+    u = backend.shrink(x, tables, a, (0,) * len(pairs), scalings)
+    return tuple(values[token] for values in u)

@@ -1,0 +1,148 @@
+"""Every section run for real, on sizes a CPU can take."""
+
+from __future__ import annotations
+
+import functools
+import io
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from lora_moe_jax.bench import (
+    arrays,
+    kernels,
+    layer,
+    lora,
+    lowering,
+    products,
+    slots,
+    timing,
+    training,
+)
+from lora_moe_jax.bench.kernel_cases import (
+    LORA_CASES,
+    PRODUCT_CASES,
+    LoraCase,
+    ProductCase,
+    Target,
+    named,
+)
+from lora_moe_jax.bench.report import read_report
+from lora_moe_jax.cli import main
+from pallas_kernels.shapes import EXPERT_SHAPES, ProductShape
+from tests.bench.fakes import TINY
+
+quick = functools.partial(timing.wall_times, rounds=2)
+quick_elapsed = functools.partial(timing.elapsed_times, rounds=2, warm=0, busy=0)
+
+
+@pytest.fixture(autouse=True)
+def numpy_inputs(monkeypatch):
+    """Random values without a compilation for every shape."""
+
+    def normal(seed, *shape, scale=1.0, dtype=arrays.DTYPE):
+        return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), dtype)
+
+    monkeypatch.setattr(arrays, "normal", normal)
+
+
+def test_products():
+    row = products.measure(ProductCase("tiny", TINY.gate_up, 24, Target(2, 1)), quick)
+    assert row.kernel_over_dense > 0 and row.ragged_dot_over_kernel > 0
+    assert row.kernel_us is None
+
+
+def test_lora():
+    cases = [LoraCase(2, rank=2, live=False), LoraCase(2, rank=2, gated=True, gather=True)]
+    rows = lora.measure(TINY, "gate_up", "decode", 24, cases, quick)
+    assert [row.case for row in rows] == [case.name for case in cases]
+    assert all(row.kernel_over_off > 0 for row in rows)
+
+
+def test_shared_lora():
+    cases = [LoraCase(2, rank=2, shared=True), LoraCase(2, rank=2, gated=True)]
+    (row,) = lora.measure(TINY, "down", "decode", 24, cases, quick)  # no gate follows down
+    assert row.shared and row.kernel_over_off > 0
+
+
+def test_training():
+    row = training.measure(TINY, 24, 2, 2, quick)
+    assert row.over_forward > 0 and row.tflops is None
+
+
+@pytest.fixture
+def few_layers(monkeypatch):
+    monkeypatch.setattr(layer, "LAYERS", 3)
+
+
+def test_layer(few_layers):
+    outputs = {}
+
+    def timer(programs):
+        outputs.update({name: program() for name, program in programs.items()})
+        return quick_elapsed(programs)
+
+    (row,) = layer.measure(TINY, (4,), timer, rank=2)
+    assert row.lora_over_base > 0 and row.lora_us is None
+    assert row.peer_us is None and row.verdict == ""
+    for layers in outputs.values():
+        assert [y.shape for y in layers] == [(4, TINY.hidden)] * layer.LAYERS
+    # Every layer has inputs, choices and weights of its own, and adapters change the result.
+    assert len({np.asarray(y).tobytes() for ys in outputs.values() for y in ys}) == 6
+
+
+def test_lowering():
+    rows = lowering.measure(TINY, TINY.gate_up, 24, lowering.Target())
+    programs = ["product", "with adapters", "gradients", "gated, with adapters"]
+    assert [row.program for row in rows] == programs
+    assert all(row.trace_s > 0 and row.lower_s > 0 for row in rows)
+    assert lowering.warm_up(TINY.down, lowering.Target()) == []
+
+
+def test_jobs_cover_every_case():
+    everything = named(())
+    assert len(list(products.jobs(everything, quick))) == len(PRODUCT_CASES) == 7
+    assert len(list(lora.jobs(everything, quick))) == 2 * 2 * len(EXPERT_SHAPES)
+    assert len(list(layer.jobs(everything, quick))) == 2
+    assert len(list(training.jobs(everything, quick))) == 2
+    assert list(products.jobs(named(("gpt-oss-20b",)), quick)) == []
+    assert len(list(lora.jobs(named(("gpt-oss-20b",)), quick))) == 4
+    assert len({case.name for case in LORA_CASES}) == len(LORA_CASES)
+
+
+@pytest.fixture
+def small_slots(monkeypatch):
+    monkeypatch.setattr(slots, "SHAPE", ProductShape("small", 4, 32, 32, (32,)))
+    monkeypatch.setattr(slots, "ROWS", 64)
+    monkeypatch.setattr(slots, "RANK", 2)
+    monkeypatch.setattr(slots, "SLOTS", (2, 32))
+    monkeypatch.setattr(kernels, "best_timer", lambda: quick)
+
+
+def test_run_on_a_cpu(small_slots, tmp_path):
+    text, file = io.StringIO(), tmp_path / "a.json"
+    report = kernels.run_bench(Console(file=text, width=120), json_file=file)
+    assert list(report.sections) == ["slots"]
+    assert [row.slots for row in report.sections["slots"]] == [2, 32]
+    assert all(row.over_dense > 0 and row.time_us is None for row in report.sections["slots"])
+    assert read_report(file) == report
+    assert "from 2 to 32 slots" in text.getvalue() and "jaxlib" in text.getvalue()
+
+
+def test_a_section_without_a_case_for_the_shape(tmp_path, capsys):
+    file = tmp_path / "a.json"
+    arguments = ["--only", "products", "--shape", "gpt-oss-20b", "--json", str(file)]
+    assert main(["bench", "kernels", *arguments]) == 0
+    assert "nothing to measure for gpt-oss-20b" in capsys.readouterr().out
+    assert read_report(file).sections == {}
+
+
+def test_bad_options(tmp_path, capsys):
+    for arguments in (["--only", "nothing"], ["--shape", "nothing"]):
+        with pytest.raises(SystemExit) as end:
+            main(["bench", "kernels", *arguments])
+        assert end.value.code == 2
+    assert main(["bench", "kernels", "--json", str(tmp_path / "no" / "a.json")]) == 2
+    assert "cannot write" in capsys.readouterr().err

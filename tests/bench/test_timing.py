@@ -1,0 +1,98 @@
+"""Medians, and the order in which programs take turns."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from jax.experimental.mosaic.gpu import profiler
+
+from lora_moe_jax.bench import timing
+from lora_moe_jax.bench.timing import Program, Timing
+
+
+def test_median_of_calls():
+    calls = [
+        [("a_mosaic_gpu_kernel", 1.0), ("copy", 5.0)],
+        [("a_mosaic_gpu_kernel", 3.0), ("copy", 6.0)],
+        [("a_mosaic_gpu_kernel", 2.0), ("copy", 9.0)],
+    ]
+    measured = timing.timing_of(calls)
+    assert measured.kernels == {"a_mosaic_gpu_kernel": 2.0, "copy": 6.0}
+    assert measured.call == 9.0
+    assert measured.pallas == 2.0
+    assert measured.implementation == "pallas"
+
+
+def test_a_kernel_launched_twice_counts_twice():
+    measured = timing.timing_of([[("a", 1.0), ("a", 2.0)]])
+    assert measured == Timing(3.0, {"a": 3.0})
+
+
+def test_without_pallas_kernels_everything_counts():
+    measured = Timing(4.0, {"gemm": 4.0})
+    assert (measured.pallas, measured.implementation) == (4.0, "xla")
+
+
+def test_matching():
+    measured = Timing(7.0, {"x_shrink": 1.0, "x_product": 2.0, "y": 4.0})
+    assert measured.matching("x") == 3.0
+    assert measured.matching("x", without="shrink") == 2.0
+
+
+class FakeCupti:
+    """Every call launches one kernel, whose milliseconds are the number of calls so far."""
+
+    log: list[tuple[str, bool]] = []
+
+    def __init__(self, finalize):
+        self.finalize = finalize
+
+    def measure(self, compiled, aggregate):
+        assert not aggregate
+
+        def run(*arguments):
+            FakeCupti.log.append((compiled, self.finalize))
+            return None, [(compiled, float(len(FakeCupti.log)))] if compiled != "empty" else None
+
+        return run
+
+
+def test_kernel_times_take_turns(monkeypatch):
+    monkeypatch.setattr(profiler, "Cupti", FakeCupti)
+    monkeypatch.setattr(FakeCupti, "log", [])
+    times = timing.kernel_times({"a": Program("a", ()), "b": Program("b", ())}, rounds=3)
+    assert FakeCupti.log == [(name, False) for name in "ababa"] + [("b", True)]
+    assert times["a"].call == pytest.approx(3e-3)  # of 1, 3 and 5 ms
+    assert times["b"].call == pytest.approx(4e-3)
+
+
+def test_no_kernel_is_an_error(monkeypatch):
+    monkeypatch.setattr(profiler, "Cupti", FakeCupti)
+    with pytest.raises(RuntimeError, match="no kernel in 'nothing'"):
+        timing.kernel_times({"nothing": Program("empty", ())}, rounds=1)
+
+
+@pytest.mark.parametrize(
+    "timer",
+    [
+        lambda programs: timing.wall_times(programs, rounds=3),
+        lambda programs: timing.elapsed_times(programs, rounds=3, warm=0, busy=0),
+    ],
+)
+def test_wall_clock_takes_turns(timer):
+    log = []
+
+    def run(name):
+        return Program(lambda: log.append(name), ())
+
+    times = timer({"a": run("a"), "b": run("b")})
+    assert times["a"].call > 0 and times["b"].kernels == {}
+    assert log.count("a") == log.count("b") >= 3
+    turns = log[-6:] if log[-1] != log[-2] else log[-12::2]
+    assert turns == ["a", "b"] * 3
+
+
+def test_program_is_compiled():
+    run = timing.program(lambda x: x + 1, 1.0)
+    assert isinstance(run.compiled, jax.stages.Compiled)
+    assert run() == 2.0

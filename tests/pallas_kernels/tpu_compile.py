@@ -1,0 +1,115 @@
+"""Compiles the TPU kernels ahead of time, without a TPU, and reports each as a line of JSON.
+
+    python -m tests.pallas_kernels.tpu_compile v6e qwen3-30b-a3b 64 float32
+
+Arguments: a TPU generation, a named expert shape, tokens, and a dtype. Runs in a process of its
+own: libtpu reads its settings from the environment when jax starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+
+SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # the parent process may have loaded it too
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+
+def calls(shape, tokens: int, dtype, rank: int, slots: int):
+    """Yields (name, function, argument shapes) of everything one layer runs."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.grouped_lora_matmul import mosaic_tpu
+
+    def array(*sizes, dtype=dtype):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    rows, groups = tokens * shape.top_k, shape.experts
+    hidden, wide = shape.hidden, shape.intermediate
+    table = array(groups, dtype=jnp.int32), array(rows, dtype=jnp.int32)
+    low = array(rows, rank)
+    scaling = array(slots, groups, dtype=jnp.float32)
+
+    def factor(width):
+        return array(slots, groups, rank, width)
+
+    def product(k, n, starts, widths, contract, gate=None):
+        w = array(groups, n, k) if contract == 2 else array(groups, k, n)
+        static = dict(starts=starts, contract=contract, gate=gate)
+        factors = tuple(factor(width) for width in widths)
+
+        def function(x, w, sizes, row_slots, u, factors):
+            tables = mosaic_tpu.tables(sizes, row_slots, groups)
+            return mosaic_tpu.product(x, w, tables, u, factors, **static)
+
+        return function, (array(rows, k), w, *table, (low,) * len(factors), factors)
+
+    both = (0, wide), (wide, wide)
+    yield "gate_up gated", *product(hidden, 2 * wide, *both, 2, shape.gate)
+    yield "gate_up", *product(hidden, 2 * wide, *both, 2)
+    yield "down", *product(wide, hidden, (0,), (hidden,), 2)
+    yield "gate_up backward", *product(2 * wide, hidden, (0, 0), (hidden, hidden), 1)
+    yield "down backward", *product(hidden, wide, (0,), (wide,), 1)
+    yield "gate_up without adapters", *product(hidden, 2 * wide, (), (), 2, shape.gate)
+
+    def shrink(x, sizes, row_slots, factors, scalings, starts):
+        tables = mosaic_tpu.tables(sizes, row_slots, groups)
+        return mosaic_tpu.shrink(x, tables, factors, starts, scalings)
+
+    def outer(left, right, sizes, row_slots, shape):
+        return mosaic_tpu.outer(left, right, mosaic_tpu.tables(sizes, row_slots, groups), shape)
+
+    for name, width, starts, part in (
+        ("shrink", hidden, (0, 0), hidden),
+        ("shrink backward", 2 * wide, both[0], wide),
+    ):
+        arguments = array(rows, width), *table, (factor(part),) * 2, (scaling,) * 2
+        yield name, functools.partial(shrink, starts=starts), arguments
+    for name, buckets in ("outer", (slots, groups)), ("outer shared", (slots, 1)):
+        arguments = low, array(rows, hidden), *table
+        yield name, functools.partial(outer, shape=buckets), arguments
+
+
+def main(generation: str, name: str, tokens: int, dtype: str, rank: int = 16, slots: int = 8):
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from pallas_kernels.shapes import EXPERT_SHAPES
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
+    mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
+    here = NamedSharding(mesh, PartitionSpec())
+    for call, function, arguments in calls(EXPERT_SHAPES[name], tokens, dtype, rank, slots):
+        placed = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), arguments
+        )
+        start = time.perf_counter()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            compiled = jax.jit(function, out_shardings=here).trace(*placed).lower().compile()
+        report = {
+            "call": call,
+            "seconds": round(time.perf_counter() - start, 2),
+            "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
+            "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        }
+        print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.update(SETTINGS)
+    generation, name, tokens, dtype, *sizes = sys.argv[1:]
+    main(generation, name, int(tokens), dtype, *map(int, sizes))

@@ -1,0 +1,109 @@
+"""The TPU kernels on a CPU: Pallas's TPU interpreter, and the interface's definition in NumPy.
+
+The interpreter checks every read and write for races and out-of-bounds indices, and fills memory
+that nobody wrote with NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from unittest import mock
+
+import jax
+import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped_lora_matmul import mosaic_tpu, tpu_schedule
+from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule
+
+
+@contextlib.contextmanager
+def interpreter(schedule: ProductSchedule | None = None, races: bool = True):
+    """Runs kernels in the interpreter; products with the given schedule. Fails if they race."""
+    params = pltpu.InterpretParams(detect_races=races, uninitialized_memory="nan")
+    scheduled = contextlib.nullcontext()
+    if schedule is not None:
+        scheduled = mock.patch.object(tpu_schedule, "product_schedule", lambda *_: schedule)
+    with scheduled, pltpu.force_tpu_interpret_mode(params):
+        yield
+    found = interpret_pallas_call.races
+    assert not (races and found is not None and found.races_found)
+
+
+@functools.cache
+def jitted(name: str, schedule: ProductSchedule | None = None, groups: int | None = None, **static):
+    """A function of `mosaic_tpu`, compiled for the interpreter, on NumPy arrays.
+
+    It takes group sizes and slots in place of tables; `groups` is needed when sizes are None.
+    """
+    function = functools.partial(getattr(mosaic_tpu, name), **static)
+    before = 1 if name == "shrink" else 2  # arguments before the tables
+
+    @jax.jit
+    def compiled(*arguments, **arrays):
+        sizes, slots = arguments[before : before + 2]
+        tables = mosaic_tpu.tables(sizes, slots, groups or len(sizes))
+        return function(*arguments[:before], tables, *arguments[before + 2 :], **arrays)
+
+    def run(*arguments, races: bool = True, **arrays):
+        with interpreter(schedule, races):
+            return jax.tree.map(np.asarray, compiled(*arguments, **arrays))
+
+    return run
+
+
+def groups_of_rows(group_sizes, rows: int):
+    """The group of each row; -1 past the last group."""
+    group = np.repeat(np.arange(len(group_sizes)), group_sizes)
+    return np.pad(group, (0, rows - len(group)), constant_values=-1)
+
+
+def _of(array, slot, group):
+    return array[slot, group if array.shape[1] > 1 else 0].astype(np.float64)
+
+
+def product(x, w, group_sizes, row_slots, u, factors, starts, *, contract, gate=None):
+    """`product` of the backend interface in float64."""
+    y = np.zeros((len(x), w.shape[3 - contract]))
+    for row, group in enumerate(groups_of_rows(group_sizes, len(x))):
+        if group < 0:
+            continue
+        weight = w[group].astype(np.float64)
+        y[row] = x[row].astype(np.float64) @ (weight.T if contract == 2 else weight)
+        slot = row_slots[row]
+        for low, factor, start in zip(u, factors, starts, strict=True):
+            if slot >= 0:
+                delta = low[row].astype(np.float64) @ _of(factor, slot, group)
+                y[row, start : start + factor.shape[3]] += delta
+    if gate is None:
+        return y
+    left, right = np.split(y, 2, axis=1)
+    if gate.limit is not None:
+        left, right = np.minimum(left, gate.limit), np.clip(right, -gate.limit, gate.limit)
+    return left / (1 + np.exp(-gate.alpha * left)) * (right + gate.up_offset)
+
+
+def shrink(x, group_sizes, row_slots, factors, starts, scalings):
+    """`shrink` of the backend interface in float64; zeros where the interface says anything."""
+    found = [np.zeros((len(x), factor.shape[2])) for factor in factors]
+    for row, group in enumerate(groups_of_rows(group_sizes, len(x))):
+        slot = row_slots[row]
+        if group < 0 or slot < 0:
+            continue
+        for u, factor, start, scaling in zip(found, factors, starts, scalings, strict=True):
+            part = x[row, start : start + factor.shape[3]].astype(np.float64)
+            scale = 1.0 if scaling is None else _of(scaling, slot, group)
+            u[row] = scale * (_of(factor, slot, group) @ part)
+    return tuple(found)
+
+
+def outer(left, right, group_sizes, row_slots, shape):
+    """`outer` of the backend interface in float64."""
+    sums = np.zeros((*shape, left.shape[1], right.shape[1]))
+    for row, group in enumerate(groups_of_rows(group_sizes, len(left))):
+        if group >= 0 and row_slots[row] >= 0:
+            bucket = row_slots[row], group if shape[1] > 1 else 0
+            sums[bucket] += np.outer(left[row].astype(np.float64), right[row].astype(np.float64))
+    return sums
