@@ -68,7 +68,8 @@ def grouped_lora_matmul(
     what the formula gives (zero for `a` as `b` is zero there; mask them when training).
 
     Args:
-      x: rows, float32 or bfloat16 (float64 with x64 enabled).
+      x: rows, float32 or bfloat16 (float64 with x64 enabled). Where w has another type, "xla"
+        multiplies in the wider one.
       w: base weights with the input width last, as checkpoints store them.
       group_sizes: rows of each group; their sum is at most M. None: M / G rows in every group
         (heads, or a dense layer).
@@ -161,32 +162,41 @@ def lora_matmul(
 
 def check_call(x, w, group_sizes, row_slots, lora, parts):
     """Raises ValueError for shapes and dtypes that do not belong together."""
+    if w.ndim != 3:
+        raise ValueError(f"w must be [groups, n, k], got {w.shape}")
     groups, n, k = w.shape
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x must be [rows, {k}] for w {w.shape}, got {x.shape}")
     for name, array in (("x", x), ("w", w)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must be a floating-point array, got {array.dtype}")
-    if group_sizes is None and x.shape[0] % groups:
+    if group_sizes is None and (groups == 0 or x.shape[0] % groups):
         raise ValueError(f"{x.shape[0]} rows do not make {groups} equal groups; pass group_sizes")
-    if group_sizes is not None and group_sizes.shape != (groups,):
-        raise ValueError(f"group_sizes must be [{groups}], got {group_sizes.shape}")
-    if sum(parts) != n or len(parts) != len(lora):
+    if group_sizes is not None:
+        _check_indices("group_sizes", group_sizes, groups, "")
+    if min(parts) < 1 or sum(parts) != n or len(parts) != len(lora):
         raise ValueError(f"parts {parts} must add up to {n} and match the {len(lora)} lora entries")
-    if all(pair is None for pair in lora):
-        return
-    if row_slots is None or row_slots.shape != x.shape[:1]:
-        found = None if row_slots is None else row_slots.shape
-        raise ValueError(f"row_slots must be [{x.shape[0]}] when lora is given, got {found}")
+    if row_slots is not None or any(pair is not None for pair in lora):
+        _check_indices("row_slots", row_slots, x.shape[0], " when lora is given")
     for width, pair in zip(parts, lora, strict=True):
         if pair is not None:
             _check_pair(pair, groups, width, k)
 
 
+def _check_indices(name: str, array, count: int, when: str):
+    if array is None or array.shape != (count,):
+        found = None if array is None else array.shape
+        raise ValueError(f"{name} must be [{count}]{when}, got {found}")
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {array.dtype}")
+
+
 def _check_pair(pair: Lora, groups: int, n: int, k: int):
+    if pair.a.ndim != 4 or pair.a.shape[2] == 0:
+        raise ValueError(
+            f"lora.a must be [slots, {groups} or 1, rank of at least 1, {k}], got {pair.a.shape}"
+        )
     slots, _, rank, _ = pair.a.shape
-    if rank == 0:
-        raise ValueError(f"lora.a must have a rank of at least 1, got {pair.a.shape}")
     for name, array, tail in (
         ("a", pair.a, (rank, k)),
         ("b", pair.b, (rank, n)),
@@ -195,3 +205,9 @@ def _check_pair(pair: Lora, groups: int, n: int, k: int):
         if array.shape not in ((slots, groups, *tail), (slots, 1, *tail)):
             expected = (slots, f"{groups} or 1", *tail)
             raise ValueError(f"lora.{name} must be {expected}, got {array.shape}")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"lora.{name} must be a floating-point array, got {array.dtype}")
+    if pair.a.dtype != pair.b.dtype:
+        raise ValueError(
+            f"lora.a and lora.b must have one dtype, got {pair.a.dtype} and {pair.b.dtype}"
+        )

@@ -37,7 +37,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_lora_matmul.gate import Gate, gated
+from pallas_kernels.grouped_lora_matmul.gate import Gate, gated_columns
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -70,14 +70,20 @@ def _forward(backend, parts, gate, x, w, tables, lora, shared_u):
     y = _product(backend, x, w, tables, u, terms, None)
     before_gate = None
     if gate is not None:
-        before_gate, y = y, _gate(y, gate)
+        before_gate, y = y, gated_columns(y, gate)
     return y, (x, w, tables, lora, u, before_gate)
 
 
 def _backward(backend, parts, gate, saved, dy):
     x, w, tables, lora, u, before_gate = saved
     if gate is not None:
-        (dy,) = jax.vjp(lambda y: _gate(y, gate), before_gate)[1](dy)
+        (dy,) = jax.vjp(lambda y: gated_columns(y, gate), before_gate)[1](dy)
+    dx, dlora = gradients(backend, parts, x, w, tables, lora, u, dy)
+    return dx, None, None, dlora, None
+
+
+def gradients(backend, parts, x, w, tables, lora, u, dy):
+    """dx and dlora of a product without a gate; u is that of its forward pass."""
     terms = _terms(parts, lora)
     starts = tuple(start for start, _ in terms)
     pairs = tuple(pair for _, pair in terms)
@@ -85,12 +91,12 @@ def _backward(backend, parts, gate, saved, dy):
     du = backend.shrink(dy, tables, b, starts, scalings) if pairs else ()
     a = tuple(p.a for p in pairs)
     dx = backend.product(dy, w, tables, du, a, (0,) * len(pairs), contract=1)
-    gradients = iter(
+    of_pair = iter(
         _pair_gradient(backend, pair, x, dy, start, u[i], du[i], tables)
         for i, (start, pair) in enumerate(terms)
     )
-    dlora = tuple(None if pair is None else next(gradients) for pair in lora)
-    return dx.astype(x.dtype), None, None, dlora, None
+    dlora = tuple(None if pair is None else next(of_pair) for pair in lora)
+    return dx.astype(x.dtype), dlora
 
 
 grouped_lora_matmul.defvjp(_forward, _backward)
@@ -114,13 +120,6 @@ def _product(backend, x, w, tables, u, terms, gate):
     return backend.product(x, w, tables, u, factors, starts, contract=2, gate=gate)
 
 
-def _gate(y, gate):
-    """The gate of `[gate | up]`, in float32 as in the fused product."""
-    wide = y.astype(jnp.promote_types(jnp.float32, y.dtype))
-    half = y.shape[1] // 2
-    return gated(wide[:, :half], wide[:, half:], gate).astype(y.dtype)
-
-
 def _pair_gradient(backend, pair, x, dy, start, u, du, tables):
     dy = jax.lax.slice_in_dim(dy, start, start + pair.b.shape[3], axis=1)
     rank = pair.a.shape[2]
@@ -130,14 +129,11 @@ def _pair_gradient(backend, pair, x, dy, start, u, du, tables):
 
 
 def _scaling_gradient(backend, pair, x, dy, tables):
-    """Unscaled u and du again, which `jit` drops when nobody asks for this gradient."""
+    """Σ u · v of each bucket's rows, unscaled: the trace of Σ u ⊗ v.
+
+    Both are computed again, which `jit` drops when nobody asks for this gradient.
+    """
     (u,) = backend.shrink(x, tables, (pair.a,), (0,), (None,))
     (v,) = backend.shrink(dy, tables, (pair.b,), (0,), (None,))
-    u, v = (jnp.asarray(value).astype(pair.scaling.dtype) for value in (u, v))
-    of_row = jnp.sum(u * v, axis=1)
-    slots, groups = pair.scaling.shape
-    group = tables.group_of_row if groups > 1 else 0
-    bucket = jnp.where(tables.row_slots >= 0, tables.row_slots * groups + group, -1)
-    # Compared with every bucket rather than scattered: the order of the sum is fixed.
-    mine = bucket[None, :] == jnp.arange(slots * groups)[:, None]
-    return jnp.sum(jnp.where(mine, of_row, 0), axis=1).reshape(slots, groups)
+    products = backend.outer(u, jnp.asarray(v), tables, pair.scaling.shape)
+    return jnp.trace(products, axis1=2, axis2=3).astype(pair.scaling.dtype)

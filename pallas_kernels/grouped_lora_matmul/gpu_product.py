@@ -79,7 +79,7 @@ def product_kernel(
         thread_name="warpgroup",
         scratch_types=layout.scratch(),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
+            approx_math=gate is None,
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
@@ -200,21 +200,25 @@ def _body(layout: _Layout, *refs, x_stage, w_stage, out, full, empty, **rest):
     s = layout.schedule
     tiles, (x, w, *lora, y) = Tiles(*refs[: len(Tiles._fields)]), refs[len(Tiles._fields) :]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    # Tables past the last tile may be read, early, but nothing uses what they hold.
+    most = tiles.row.shape[0] * layout.feature_tiles
     total = tiles.count[tiles.count.shape[0] - 1] * layout.feature_tiles
     mine = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
 
     def tile_at(i) -> _Tile:
-        """Tiles of one group and one slice of features follow each other: they share W."""
-        index = jnp.minimum(program + i * s.programs, total - 1)
-        some_tile = lax.div(index, jnp.int32(layout.feature_tiles))
-        first, count = tiles.first[some_tile], tiles.of_group[some_tile]
-        place = index - first * layout.feature_tiles
-        tile = first + lax.rem(place, count)
+        index = jnp.minimum(program + i * s.programs, (total if s.together else most) - 1)
+        if s.together:
+            some_tile = lax.div(index, jnp.int32(layout.feature_tiles))
+            first, count = tiles.first[some_tile], tiles.of_group[some_tile]
+            place = index - first * layout.feature_tiles
+            tile, slice_of = first + lax.rem(place, count), lax.div(place, count)
+        else:
+            feature_tiles = jnp.int32(layout.feature_tiles)
+            tile, slice_of = lax.div(index, feature_tiles), lax.rem(index, feature_tiles)
         group = tiles.group[tile]
         k_steps = jnp.where(group < layout.groups, layout.k_steps, 0)
         group = jnp.minimum(group, layout.groups - 1)
-        feature = lax.div(place, count) * s.features
-        return _Tile(group, tiles.row[tile], tiles.rows[tile], k_steps, feature)
+        return _Tile(group, tiles.row[tile], tiles.rows[tile], k_steps, slice_of * s.features)
 
     kernel = _Kernel(layout, x, w, y, lora, x_stage, w_stage, out, full, empty, **rest)
 
@@ -487,7 +491,10 @@ class _Kernel:
         """Writes the tile's own rows of one chunk: [64 features, rows] turned to [rows, 64]."""
         s, layout = self.schedule, self.layout
         if layout.gate is not None:
-            sums = [gated(sums[i], sums[s.blocks + i], layout.gate) for i in range(s.blocks)]
+            # Of the rounded product, as training has it, which keeps the product.
+            sums = [total.astype(layout.dtype).astype(jnp.float32) for total in sums]
+            pairs = zip(sums[: s.blocks], sums[s.blocks :], strict=True)
+            sums = [gated(left, right, layout.gate) for left, right in pairs]
         rows = sums[0].shape[1]
         first = chunk * layout.chunk
         count = jnp.clip(tile.rows - first, 0, rows)

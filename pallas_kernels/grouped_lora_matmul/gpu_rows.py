@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import tile_height
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import PIECE, PROGRAMS, tile_height
 
+UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
 FEW_ROWS = 2048  # up to here all pairs of rows are compared, for everything
 COMPARED_ROWS = 4096  # up to here comparing all pairs places rows faster than a sort
 RADIX_ROWS = 16385  # from here on XLA sorts with the radix sort, which is several times faster
@@ -38,6 +40,17 @@ class Tiles(NamedTuple):
     of_group: jax.Array
 
 
+class Pieces(NamedTuple):
+    """Adapted runs, cut where a row's number is a multiple of `PIECE`.
+
+    Attributes:
+      count: int32, its last element is how many there are. row: the first row of each.
+    """
+
+    count: jax.Array
+    row: jax.Array
+
+
 class Tables(NamedTuple):
     """All about the rows of a layer.
 
@@ -45,11 +58,12 @@ class Tables(NamedTuple):
       place: int32 [M], group * 2^16 + slot + 1 of each row; slot -1 past the last group, whose
         number is the number of groups.
       run_end: int32 [M], where the row's run (rows of one place) ends.
-      tiles: see there.
+      pieces, tiles: see there.
     """
 
     place: jax.Array
     run_end: jax.Array
+    pieces: Pieces
     tiles: Tiles
 
     @property
@@ -109,7 +123,25 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
 def _tables_in_order(place, ends) -> Tables:
     row = jnp.arange(place.shape[0], dtype=jnp.int32)
     last = (place != jnp.roll(place, -1)) | (row == place.shape[0] - 1)
-    return Tables(place, _next_marked(last, row) + 1, tiles_of_groups(ends, place.shape[0]))
+    tiles = tiles_of_groups(ends, place.shape[0])
+    return Tables(place, _next_marked(last, row) + 1, _pieces(place), tiles)
+
+
+def _pieces(place) -> Pieces:
+    """The pieces of rows in order."""
+    count = place.shape[0]
+    row = jnp.arange(count, dtype=jnp.int32)
+    if count <= 4 * PROGRAMS:
+        # So few rows are shrunk by blocks of rows, and nobody reads the pieces.
+        return Pieces(place, place)
+    starts = (place != jnp.roll(place, 1)) | (row % PIECE == 0)
+    starts &= slot_of(place) >= 0
+    if count <= FEW_ROWS:
+        number = _number((row[None, :] <= row[:, None]) & starts[None, :])
+        return Pieces(number, _marked_row(jnp.where(starts, number, 0), row + 1))
+    number = jnp.cumsum(starts.astype(jnp.int32))
+    index = jnp.where(starts, number - 1, count)
+    return Pieces(number, jnp.zeros_like(row).at[index].set(row, unique_indices=True, mode="drop"))
 
 
 def group_ends(group_sizes, groups: int, rows: int) -> jax.Array:
@@ -156,7 +188,7 @@ def _equal_cut(size, pieces, piece):
 
 
 def route(groups: int, slots: int, group, token_slots) -> Route:
-    """Sorts (token, choice) rows by (group, slot), stably.
+    """Sorts (token, choice) rows by (group, slot), stably; very few stay in order.
 
     Args:
       groups, slots: how many there are.
@@ -167,7 +199,10 @@ def route(groups: int, slots: int, group, token_slots) -> Route:
     count = tokens * choices
     slot = jnp.broadcast_to(token_slots[:, None], group.shape).reshape(-1).astype(jnp.int32)
     place = place_of(group.reshape(-1).astype(jnp.int32), slot, groups)
-    if count <= FEW_ROWS:
+    if count <= UNSORTED_ROWS:
+        row = np.arange(count, dtype=np.int32)
+        token, position, tables = jnp.asarray(row // choices), jnp.asarray(row), _unsorted(place)
+    elif count <= FEW_ROWS:
         token, position, tables = _route_few(groups, slots, place, choices)
     else:
         order, position = _sorted_order(groups, slots, place)
@@ -183,6 +218,15 @@ def route(groups: int, slots: int, group, token_slots) -> Route:
 
 def _number(which):
     return jnp.sum(which, axis=1, dtype=jnp.int32)
+
+
+def _unsorted(place) -> Tables:
+    """Every row a run and a tile of its own, wherever its group is: no launches for a sort."""
+    # Constants, which cost no launch.
+    row = np.arange(place.shape[0], dtype=np.int32)
+    one, end = np.ones_like(row), row + 1
+    tiles = Tiles(end, group_of(place), row, one, row, one)
+    return jax.tree.map(jnp.asarray, Tables(place, end, Pieces(row, row), tiles))
 
 
 def _position(groups, slots, place):
@@ -226,7 +270,9 @@ def _route_few(groups, slots, place, choices):
         (tile_of_row - piece)[start],
         lax.div(end - begin + (height - 1), jnp.int32(height))[start],
     )
-    return lax.div(order, jnp.int32(choices)), position, Tables(place[order], run_end[order], tiles)
+    place = place[order]
+    tables = Tables(place, run_end[order], _pieces(place), tiles)
+    return lax.div(order, jnp.int32(choices)), position, tables
 
 
 def _marked_row(numbers, wanted):

@@ -6,10 +6,12 @@ Schedules change times, never bits. NOTES.md has the measurements behind the cho
 from __future__ import annotations
 
 import dataclasses
+import math
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 SHARED_MEMORY = 227 * 1024 - 1024  # bytes a program may use, less its barriers
 CHUNK = 32  # rows added and stored at once
+PIECE = 64  # rows of a run that one unit of a shrink takes at most
 SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
 
 
@@ -24,6 +26,8 @@ class ProductSchedule:
       stages: depth of the ring.
       buffers: output buffers of 32 rows of each consumer.
       programs: persistent programs, at most one for each multiprocessor.
+      together: whether tiles of one group follow each other for one slice of features, so that
+        they read W at the same time; else the slices of one tile follow each other.
     """
 
     blocks: int
@@ -32,6 +36,7 @@ class ProductSchedule:
     stages: int
     buffers: int
     programs: int
+    together: bool
 
     @property
     def features(self) -> int:
@@ -44,13 +49,13 @@ class ShrinkSchedule:
     """How one shrink is cut.
 
     Attributes:
-      block: rows of a unit.
-      heights: row counts of the compiled variants, ascending multiples of 8, up to the block.
+      block: rows of a unit, whatever runs they are in; None: a unit is a piece of a run.
+      heights: row counts of the compiled variants, ascending multiples of 8.
       stages: depth of the ring.
       programs: persistent programs.
     """
 
-    block: int
+    block: int | None
     heights: tuple[int, ...]
     stages: int
     programs: int
@@ -65,16 +70,30 @@ def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> Prod
     blocks = 2 if mean > 160 and parts == 1 else 1
     consumers = 2
     most_tiles = min(rows, groups + rows // heights[-1])
-    if most_tiles * -(-width // (128 * blocks)) < PROGRAMS:
-        consumers = 1
+    if mean <= 12:
+        active = groups * (1 - (1 - 1 / groups) ** rows)
+        wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
+        consumers = 1 if narrow > wide + 0.02 else 2
     buffers = min(4, 2 * blocks * -(-heights[-1] // CHUNK))
     w_rows = parts * blocks * consumers * 64
     stage = (w_rows + max(heights[-1], CHUNK)) * 128
     free = SHARED_MEMORY - consumers * buffers * min(CHUNK, heights[-1]) * 128
     tiles = most_tiles * -(-width // (64 * blocks * consumers))
     return ProductSchedule(
-        blocks, consumers, heights, min(12, free // stage), buffers, max(1, min(PROGRAMS, tiles))
+        blocks,
+        consumers,
+        heights,
+        min(12, free // stage),
+        buffers,
+        min(PROGRAMS, tiles),
+        together=mean > 12,
     )
+
+
+def _last_wave(tiles: float) -> float:
+    """The share of the multiprocessors' time that so many equal tiles use."""
+    waves = tiles / PROGRAMS
+    return waves / math.ceil(waves)
 
 
 def tile_height(rows: int, groups: int) -> int:
@@ -104,11 +123,12 @@ def rank_tile(rank: int) -> int:
 
 def shrink_schedule(rows: int, rank_blocks: int) -> ShrinkSchedule:
     """For `rows` rows and `rank_blocks` blocks of 64 ranks."""
-    block = 1
-    while block < 32 and rows > 2 * PROGRAMS * block:
-        block *= 2
-    heights = tuple(height for height in (8, 16, 32) if height <= max(8, block))
+    block = 1 if rows <= 2 * PROGRAMS else 2
+    by_run = rows > 4 * PROGRAMS
+    heights = (8, 16, 32, PIECE) if by_run else (8,)
     stage = SHRINK_STEPS * (heights[-1] + 64 * rank_blocks) * 128
     free = SHARED_MEMORY - 2 * heights[-1] * 128
-    units = -(-rows // block)
-    return ShrinkSchedule(block, heights, min(12, free // stage), min(PROGRAMS, units))
+    units = rows if by_run else -(-rows // block)
+    return ShrinkSchedule(
+        None if by_run else block, heights, min(12, free // stage), min(PROGRAMS, units)
+    )

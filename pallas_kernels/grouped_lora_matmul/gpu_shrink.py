@@ -1,8 +1,8 @@
 """The Hopper kernel of the low-rank inner product: u = s · x·Aᵀ of each row's slot and group.
 
-One unit of work is a block of consecutive rows, whatever groups and slots they have. Inside it
-each run (rows of one group and one slot) is one small product with its own A, so A and x are read
-once for each run, and a row never meets another slot's numbers.
+A run (rows of one group and one slot) is one small product with its own A, so A and x are read
+once for each run, and a row never meets another slot's numbers. One unit of work is a piece of a
+run, or, for few rows, a block of rows with the runs in it.
 
     D = A · xᵀ : [64 ranks, rows], all terms of one x together, summed over K in order
 """
@@ -23,6 +23,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
 from pallas_kernels.grouped_lora_matmul.gpu_memory import overlaid, two_views, views_of
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, group_of, slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    PIECE,
     SHRINK_STEPS,
     ShrinkSchedule,
     rank_tile,
@@ -86,7 +87,14 @@ def shrink_kernel(
         ),
         kernel_name=f"lora_shrink_r{max(layout.ranks)}_k{width}_x{len(factors)}",
     )
-    u = kernel(x, tables.place, tables.run_end, *factors, *(s.reshape(-1) for s in scalings))
+    u = kernel(
+        x,
+        tables.place,
+        tables.run_end,
+        *tables.pieces,
+        *factors,
+        *(s.reshape(-1) for s in scalings),
+    )
     return tuple(
         Columns(u, first, rank) for first, rank in zip(layout.first, layout.ranks, strict=True)
     )
@@ -113,7 +121,7 @@ class _Layout:
         self.first, self.owned = packed_columns(self.ranks)
         self.blocks = pl.cdiv(self.first[-1] + self.owned[-1], 64)
         self.k_steps = pl.cdiv(width, 64 * SHRINK_STEPS)
-        self.units = pl.cdiv(self.rows, schedule.block)
+        self.units = pl.cdiv(self.rows, schedule.block or 1)
 
     def scratch(self):
         s = self.schedule
@@ -136,11 +144,14 @@ class _Run(NamedTuple):
     rows: jax.Array
 
 
-def _body(layout: _Layout, x, place, run_end, *refs, **scratch):
+def _body(layout: _Layout, x, place, run_end, piece_count, piece_row, *refs, **scratch):
     s, terms = layout.schedule, layout.terms
     factors, scalings, u = refs[:terms], refs[terms : 2 * terms], refs[-1]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    mine = lax.div(layout.units - program + (s.programs - 1), jnp.int32(s.programs))
+    units = layout.units
+    if s.block is None:
+        units = piece_count[piece_count.shape[0] - 1]
+    mine = lax.div(units - program + (s.programs - 1), jnp.int32(s.programs))
     kernel = _Kernel(layout, x, factors, scalings, u, **scratch)
 
     def for_runs(handle):
@@ -155,8 +166,12 @@ def _body(layout: _Layout, x, place, run_end, *refs, **scratch):
             return _Run(jnp.int32(-1), jnp.int32(0), end, jnp.int32(0))
 
         def unit(i, step):
-            begin = (program + i * s.programs) * s.block
-            end = jnp.minimum(begin + s.block, layout.rows)
+            if s.block is None:
+                begin = piece_row[program + i * s.programs]
+                end = jnp.minimum(run_end[begin], lax.div(begin, jnp.int32(PIECE)) * PIECE + PIECE)
+            else:
+                begin = (program + i * s.programs) * s.block
+                end = jnp.minimum(begin + s.block, layout.rows)
 
             def run(state):
                 found, step = state

@@ -2,7 +2,7 @@
 
     grid: core, column tile, task (the rows of one group in one tile of rows)
     1. start the copies of the low-rank factors of the task's first runs
-    2. for each piece of the group's W:  acc[window] += x[window] · W, in steps of 512 columns of K
+    2. for each piece of the group's W:  acc[window] += x[window] · W, in fixed steps along K
     3. for each run of one slot:         acc[window] = select(rows of the run, acc + u·B, acc)
     4. y[window] = select(rows of the task, acc, y)
 
@@ -138,6 +138,7 @@ def product_kernel(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=device.limit,
+            shape_invariant_numerics=True,
         ),
         cost_estimate=pl.CostEstimate(
             flops=flops,

@@ -2,7 +2,7 @@
 
     grid: tiles of rows
     for each run of one slot and group: its A arrives from HBM, several runs ahead;
-        u[window] = select(rows of the run, scaling · Σ x[window]·Aᵀ in steps of 512 columns, u)
+        u[window] = select(rows of the run, scaling · Σ x[window]·Aᵀ in fixed steps, u)
 
 x is read once for all terms. Rows without an adapter are not written: they hold anything.
 """
@@ -71,7 +71,9 @@ def shrink_kernel(
             scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=device.limit
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=device.limit,
+            shape_invariant_numerics=True,
         ),
         cost_estimate=pl.CostEstimate(
             flops=sum(2 * rows * rank * f.shape[3] for rank, f in zip(ranks, factors, strict=True)),

@@ -19,7 +19,7 @@ from pallas_kernels.grouped_lora_matmul.base_product import (
     grouped_product,
     tiles,
 )
-from pallas_kernels.grouped_lora_matmul.gate import gated
+from pallas_kernels.grouped_lora_matmul.gate import gated_columns
 from pallas_kernels.routing_plan.api import sort_rows
 
 TILE = 32  # rows of one product of the weight gradients
@@ -77,11 +77,11 @@ def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):
     y = grouped_product(x, w, tables.group_sizes, contract)
     if factors:
         y = _add_terms(y, x.shape[0], tables, u, factors, starts)
-    y = y[: x.shape[0]]
-    if gate is not None:
-        half = y.shape[1] // 2
-        y = gated(y[:, :half], y[:, half:], gate)
-    return y.astype(x.dtype)
+    y = y[: x.shape[0]].astype(x.dtype)
+    if gate is None:
+        return y
+    # Of the rounded product, as training has it, which keeps the product for its gradient.
+    return gated_columns(y, gate)
 
 
 def _add_terms(y, rows, tables, u, factors, starts):
@@ -195,6 +195,8 @@ def outer(left, right, tables: Tables, shape):
     fixed, no scatter is needed, and a bucket never sees another bucket's rows.
     """
     rows, buckets = left.shape[0], shape[0] * shape[1]
+    if rows == 0:
+        return jnp.zeros((*shape, left.shape[1], right.shape[1]), left.dtype)
     group = tables.group_of_row if shape[1] > 1 else 0
     keep = tables.row_slots >= 0
     bucket_of_row = jnp.where(keep, tables.row_slots * shape[1] + group, buckets)

@@ -11,13 +11,16 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.api import Lora, check_call, choose_backend
 from pallas_kernels.grouped_lora_matmul.gate import Gate
-from pallas_kernels.moe_mlp.rows import spread, weighted_sum
-from pallas_kernels.routing_plan.api import local_groups
+from pallas_kernels.moe_mlp.down import combined_down
+from pallas_kernels.moe_mlp.rows import spread
+from pallas_kernels.routing_plan.api import combine, local_groups
 
 
 def moe_mlp(
@@ -48,6 +51,8 @@ def moe_mlp(
       gate_up: `[E, 2 I, H]`, gate first. down: `[E, H, I]`.
       lora_gate, lora_up: adapters `[S, E or 1, R, H]` and `[S, E or 1, R, I]`; where A is shared
         by all experts, x·Aᵀ is computed once for each token.
+      lora_down: adapters `[S, E or 1, R, I]` and `[S, E or 1, R, H]`; where B is shared, it
+        multiplies the weighted sum of a token's rows, once for each token.
       gate: the activation; default silu.
       first_group: the first local expert. Choices of other devices' experts add nothing.
       valid: False for padding tokens, which no expert works on.
@@ -75,10 +80,15 @@ def moe_mlp(
     calls = (wide, gate_up, into, parts), (narrow, down, (lora_down,), (down.shape[1],))
     for rows, w, lora, widths in calls:
         check_call(rows, w, sizes, slots, lora, widths)
+    if len({pair.a.shape[0] for pair in (*into, lora_down) if pair is not None}) > 1:
+        raise ValueError("lora_gate, lora_up and lora_down must have the same number of slots")
     backend = _common_backend(implementation, calls)
     group = local_groups(experts, count, first_group, valid)
     pairs = [pair for pair in (*into, lora_down) if pair is not None]
-    route = backend.route(count, max([1, *(p.a.shape[0] for p in pairs)]), group, token_slots)
+    slots = pairs[0].a.shape[0] if pairs else 0
+    if not pairs:
+        token_slots = jnp.full_like(token_slots, -1)
+    route = backend.route(count, slots, group, token_slots)
     hidden = differentiable.grouped_lora_matmul(
         backend,
         parts,
@@ -87,12 +97,15 @@ def moe_mlp(
         gate_up,
         route.tables,
         into,
-        _shared_u(backend, x, token_slots, into, route.token),
+        _shared_u(backend, x, token_slots, into, count, route),
     )
+    if lora_down is not None and lora_down.b.shape[1] == 1 < count:
+        slots = jnp.where(jnp.any(group < count, axis=1), token_slots, -1)
+        return combined_down(backend, hidden, down, route, lora_down, weights, slots)
     rows = differentiable.grouped_lora_matmul(
         backend, (down.shape[1],), None, hidden, down, route.tables, (lora_down,), None
     )
-    return weighted_sum(rows, weights, route.token, route.position)
+    return combine(rows, route.position, weights)
 
 
 def _common_backend(implementation, calls) -> ModuleType:
@@ -101,12 +114,34 @@ def _common_backend(implementation, calls) -> ModuleType:
     return backends[0] if backends[0] is backends[1] else choose_backend("xla", *calls[0])
 
 
-def _shared_u(backend, x, token_slots, lora, token):
-    """x·Aᵀ once for each token, when A and scaling know nothing of experts; else None."""
+def _shared_u(backend, x, token_slots, lora, groups, route):
+    """u of each row from x·Aᵀ of each token, where all experts share A; else None."""
     pairs = [pair for pair in lora if pair is not None]
-    if not pairs or any(pair.a.shape[1] > 1 or pair.scaling.shape[1] > 1 for pair in pairs):
+    if not pairs or groups == 1 or any(pair.a.shape[1] > 1 for pair in pairs):
         return None
-    tables = backend.tables(None, token_slots, 1)
-    a, scalings = tuple(pair.a for pair in pairs), tuple(pair.scaling for pair in pairs)
-    u = backend.shrink(x, tables, a, (0,) * len(pairs), scalings)
-    return tuple(values[token] for values in u)
+    # Their gradient is that of the product that u goes into.
+    x, pairs = lax.stop_gradient((x, pairs))
+    one = [pair.scaling.shape[1] == 1 for pair in pairs]
+    u = backend.shrink(
+        x,
+        backend.tables(None, token_slots, 1),
+        tuple(pair.a for pair in pairs),
+        (0,) * len(pairs),
+        tuple(pair.scaling if its else None for pair, its in zip(pairs, one, strict=True)),
+    )
+    rows = [values[route.token] for values in u]
+    return tuple(
+        values if its else _scaled(values, pair.scaling, route.tables)
+        for values, pair, its in zip(rows, pairs, one, strict=True)
+    )
+
+
+def _scaled(u, scaling, tables):
+    """u times the scaling of each row's slot and expert, whatever arrays u is made of."""
+    of_row = jnp.asarray(scaling)[jnp.maximum(tables.row_slots, 0), tables.group_of_row][:, None]
+
+    def scale(values):
+        wide = values.astype(jnp.promote_types(jnp.float32, values.dtype))
+        return (wide * of_row).astype(values.dtype)
+
+    return jax.tree.map(scale, u)

@@ -113,29 +113,6 @@ def _inverse(order):
 
 
 @jax.custom_vjp
-def gather(
-    x: Float[Array, "tokens width"],
-    token: Int[Array, " rows"],
-    position: Int[Array, "tokens choices"],
-) -> Float[Array, "rows width"]:
-    """Each row's token. The gradient adds a token's rows in choice order: no scatter."""
-    del position
-    return x[token]
-
-
-def _gather_forward(x, token, position):
-    return x[token], position
-
-
-def _gather_backward(position, drows):
-    dx = _sum_of_choices(drows, position, None)
-    return dx.astype(drows.dtype), None, None
-
-
-gather.defvjp(_gather_forward, _gather_backward)
-
-
-@jax.custom_vjp
 def combine(
     rows: Float[Array, "rows width"],
     position: Int[Array, "tokens choices"],
@@ -143,7 +120,8 @@ def combine(
 ) -> Float[Array, "tokens width"]:
     """Weighted sum of each token's rows over its choices, in choice order, in float32.
 
-    Rows past the last group count as zero (`grouped_lora_matmul` writes them so).
+    Rows past the last group count as zero (`grouped_lora_matmul` writes them so). The gradients of
+    rows and weights only read: a scatter would add in any order.
     """
     return _sum_of_choices(rows, position, weights)
 
@@ -169,12 +147,10 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 def _sum_of_choices(rows, position, weights):
     dtype = jnp.promote_types(jnp.float32, rows.dtype)
-    products = [rows[position[:, choice]].astype(dtype) for choice in range(position.shape[1])]
-    if weights is not None:
-        products = [
-            product * weights[:, choice, None].astype(dtype)
-            for choice, product in enumerate(products)
-        ]
+    products = [
+        rows[position[:, choice]].astype(dtype) * weights[:, choice, None].astype(dtype)
+        for choice in range(position.shape[1])
+    ]
     if jax.default_backend() == "cpu":
         # Finished products, so that no addition is fused with one of its two: which one the
         # compiler takes would decide the rounding. Elsewhere one loop adds them all, the same way

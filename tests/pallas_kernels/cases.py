@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -40,6 +40,22 @@ class Shape:
     @property
     def widths(self) -> tuple[int, ...]:
         return tuple(part.width for part in self.parts)
+
+    def served_by(self, implementation: str) -> Shape:
+        """The shape itself, or the nearest one that the kernels serve."""
+        if implementation != "mosaic_gpu":
+            return self
+        parts = tuple(replace(part, width=_whole(part.width)) for part in self.parts)
+        return replace(self, k=_whole(self.k), parts=parts, dtype="bfloat16")
+
+    @property
+    def tolerance(self) -> float:
+        """Of values near 1, against float64."""
+        return 1e-5 if self.dtype == "float32" else 2**-6
+
+
+def _whole(width: int) -> int:
+    return width + -width % 64
 
 
 class Case(NamedTuple):
@@ -104,19 +120,27 @@ def cases(draw, shape: Shape) -> Case:
 
 
 @functools.cache
-def jitted(widths: tuple[int, ...] | None):
+def jitted(widths: tuple[int, ...] | None, implementation: str):
     """The compiled operation, taking the arrays of a `Case`."""
-    return jax.jit(functools.partial(grouped_lora_matmul, parts=widths))
+    return jax.jit(
+        functools.partial(grouped_lora_matmul, parts=widths, implementation=implementation)
+    )
 
 
 @functools.cache
-def jitted_with_gradients(widths: tuple[int, ...] | None):
+def jitted_with_gradients(widths: tuple[int, ...] | None, implementation: str):
     """(case, dy) to (y, dx, dlora)."""
 
     def run(case: Case, dy):
         def forward(x, lora):
             return grouped_lora_matmul(
-                x, case.w, case.group_sizes, case.row_slots, lora, parts=widths
+                x,
+                case.w,
+                case.group_sizes,
+                case.row_slots,
+                lora,
+                parts=widths,
+                implementation=implementation,
             )
 
         y, pullback = jax.vjp(forward, case.x, case.lora)

@@ -17,21 +17,21 @@ GROUP = np.repeat(np.arange(3), SIZES)
 DTYPES = ("float32", "bfloat16")
 
 
-def shape_of(dtype):
-    return Shape(ROWS, 3, 17, (Part(18),), rank=2, dtype=dtype)
+def shape_of(dtype, implementation):
+    return Shape(ROWS, 3, 17, (Part(18),), rank=2, dtype=dtype).served_by(implementation)
 
 
 @functools.cache
-def large_case(dtype, shape=None):
+def large_case(shape):
     slots = np.random.default_rng(1).integers(-1, 4, ROWS)
-    return make_case(shape or shape_of(dtype), SIZES, slots)
+    return make_case(shape, SIZES, slots)
 
 
 @functools.cache
-def compiled(widths):
+def compiled(widths, implementation):
     def run(case, dy):
         def forward(x):
-            return grouped_lora_matmul(x, *case[1:], parts=widths)
+            return grouped_lora_matmul(x, *case[1:], parts=widths, implementation=implementation)
 
         y, pullback = jax.vjp(forward, case.x)
         return y, pullback(dy)[0]
@@ -39,11 +39,13 @@ def compiled(widths):
     return jax.jit(run)
 
 
-def run(case: Case):
+def run(case: Case, implementation: str):
     """y and dx; a row's dy is made from its x, so it goes with the row."""
     widths = tuple(pair.b.shape[-1] for pair in case.lora)
     dy = np.resize(case.x.T, (sum(widths), len(case.x))).T
-    return tuple(np.asarray(v) for v in compiled(widths)(case, np.ascontiguousarray(dy)))
+    return tuple(
+        np.asarray(v) for v in compiled(widths, implementation)(case, np.ascontiguousarray(dy))
+    )
 
 
 def choose(case: Case, rows) -> Case:
@@ -70,59 +72,67 @@ def assert_rows_equal(found, expected, rows, at=slice(None)):
     + [("bfloat16", m) for m in (1, 33)]
     + [pytest.param(d, m, marks=pytest.mark.slow) for d in DTYPES for m in (7, 32, 64, 256)],
 )
-def test_the_number_of_rows_does_not_matter(dtype, count):
-    case = large_case(dtype)
+def test_the_number_of_rows_does_not_matter(dtype, count, implementation):
+    case = large_case(shape_of(dtype, implementation))
     for seed in range(5):
         rows = random_rows(count, seed)
-        assert_rows_equal(run(choose(case, rows)), run(case), rows)
+        assert_rows_equal(run(choose(case, rows), implementation), run(case, implementation), rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 3, 16, 48, 129, 299])
-def test_the_number_of_rows_does_not_matter_to_wide_products(dtype, count):
-    case = large_case(
-        dtype, Shape(ROWS, 3, 1100, (Part(517), Part(64, shared_a=True)), rank=20, dtype=dtype)
-    )
+def test_the_number_of_rows_does_not_matter_to_wide_products(dtype, count, implementation):
+    shape = Shape(ROWS, 3, 1100, (Part(517), Part(64, shared_a=True)), rank=20, dtype=dtype)
+    case = large_case(shape.served_by(implementation))
     rows = random_rows(count)
-    assert_rows_equal(run(choose(case, rows)), run(case), rows)
+    assert_rows_equal(run(choose(case, rows), implementation), run(case, implementation), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 class TestAtOneShape:
     """Changes that need no other compilation."""
 
-    def test_the_place_in_the_group(self, dtype):
-        case = large_case(dtype)
+    def test_the_place_in_the_group(self, dtype, implementation):
+        case = large_case(shape_of(dtype, implementation))
         for seed in range(5):
             rows = random_rows(ROWS, seed)
-            assert_rows_equal(run(choose(case, rows)), run(case), rows)
+            assert_rows_equal(
+                run(choose(case, rows), implementation), run(case, implementation), rows
+            )
 
-    def test_the_values_of_the_neighbours(self, dtype):
-        case = large_case(dtype)
+    def test_the_values_of_the_neighbours(self, dtype, implementation):
+        case = large_case(shape_of(dtype, implementation))
         kept = np.random.default_rng(2).random(ROWS) < 0.2
-        other = make_case(shape_of(dtype), SIZES, case.row_slots, seed=9)
+        other = make_case(shape_of(dtype, implementation), SIZES, case.row_slots, seed=9)
         x = np.where(kept[:, None], case.x, 1000 * other.x)
-        assert_rows_equal(run(case._replace(x=x)), run(case), kept, kept)
+        assert_rows_equal(
+            run(case._replace(x=x), implementation), run(case, implementation), kept, kept
+        )
 
     @pytest.mark.parametrize("slot", [-1, 2, "random"])
-    def test_the_slots_of_the_neighbours(self, dtype, slot):
-        case = large_case(dtype)
+    def test_the_slots_of_the_neighbours(self, dtype, slot, implementation):
+        case = large_case(shape_of(dtype, implementation))
         rng = np.random.default_rng(3)
         kept = rng.random(ROWS) < 0.2
         others = rng.integers(-1, 4, ROWS) if slot == "random" else slot
         slots = np.where(kept, case.row_slots, others).astype(np.int32)
-        assert_rows_equal(run(case._replace(row_slots=slots)), run(case), kept, kept)
+        assert_rows_equal(
+            run(case._replace(row_slots=slots), implementation),
+            run(case, implementation),
+            kept,
+            kept,
+        )
 
-    def test_base_rows_whether_or_not_an_adapter_is_in_the_batch(self, dtype):
-        case = large_case(dtype)
+    def test_base_rows_whether_or_not_an_adapter_is_in_the_batch(self, dtype, implementation):
+        case = large_case(shape_of(dtype, implementation))
         base = case.row_slots < 0
         none = case._replace(row_slots=np.full(ROWS, -1, np.int32))
-        assert_rows_equal(run(none), run(case), base, base)
+        assert_rows_equal(run(none, implementation), run(case, implementation), base, base)
 
-    def test_the_sizes_of_the_groups(self, dtype):
+    def test_the_sizes_of_the_groups(self, dtype, implementation):
         """All rows in group 1, whose weights the first rows of group 1 had before."""
-        case = large_case(dtype)
+        case = large_case(shape_of(dtype, implementation))
         in_group = GROUP == 1
         rows = np.resize(np.flatnonzero(in_group), ROWS)
         moved = case._replace(
@@ -130,30 +140,32 @@ class TestAtOneShape:
             row_slots=case.row_slots[rows],
             group_sizes=np.array([0, ROWS, 0], np.int32),
         )
-        assert_rows_equal(run(moved), run(case), rows)
+        assert_rows_equal(run(moved, implementation), run(case, implementation), rows)
 
-    def test_rows_past_the_last_group(self, dtype):
-        case = large_case(dtype)
+    def test_rows_past_the_last_group(self, dtype, implementation):
+        case = large_case(shape_of(dtype, implementation))
         sizes = np.array([110, 90, 17], np.int32)
-        found = run(case._replace(group_sizes=sizes))
-        assert_rows_equal(found, run(case), slice(217), slice(217))
+        found = run(case._replace(group_sizes=sizes), implementation)
+        assert_rows_equal(found, run(case, implementation), slice(217), slice(217))
         assert all(not value[217:].any() for value in found)
 
 
-def test_zeros_past_the_rank_change_nothing():
+def test_zeros_past_the_rank_change_nothing(implementation):
     """The same adapters in a bank of a higher rank."""
-    case = large_case("float32")
+    case = large_case(shape_of("float32", implementation))
     padding = ((0, 0), (0, 0), (0, 2), (0, 0))
     padded = tuple(
         pair._replace(a=np.pad(pair.a, padding), b=np.pad(pair.b, padding)) for pair in case.lora
     )
-    assert_rows_equal(run(case._replace(lora=padded)), run(case), slice(None))
+    assert_rows_equal(
+        run(case._replace(lora=padded), implementation), run(case, implementation), slice(None)
+    )
 
 
-def test_a_row_alone_in_a_dense_layer_equals_the_grouped_row():
+def test_a_row_alone_in_a_dense_layer_equals_the_grouped_row(implementation):
     """One group or several, the row's product is the same."""
-    case = large_case("float32")
-    expected = run(case)
+    case = large_case(shape_of("float32", implementation))
+    expected = run(case, implementation)
     lora = tuple(
         jax.tree.map(lambda v: v[:, 2:3] if v.shape[1] > 1 else v, pair) for pair in case.lora
     )
@@ -164,4 +176,4 @@ def test_a_row_alone_in_a_dense_layer_equals_the_grouped_row():
         row_slots=case.row_slots[GROUP == 2],
         lora=lora,
     )
-    assert_rows_equal(run(dense), expected, GROUP == 2)
+    assert_rows_equal(run(dense, implementation), expected, GROUP == 2)

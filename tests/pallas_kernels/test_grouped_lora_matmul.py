@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import Lora, grouped_lora_matmul, lora_matmul
-from pallas_kernels.grouped_lora_matmul import reference
+from pallas_kernels import Gate, Lora, grouped_lora_matmul, lora_matmul
+from pallas_kernels.grouped_lora_matmul import api, reference, xla
 from tests.pallas_kernels.cases import Part, Shape, cases, jitted, make_case
 
 # Widths are no multiples of 16 unless they say so; 533 is past K_BLOCK, 17 past RANK_BLOCK.
@@ -29,22 +31,24 @@ SHAPES = {
 }
 
 
-def check(shape, case):
+def check(shape, case, implementation):
     x, total = np.array(case.x), int(case.group_sizes.sum())
     x[total:] = np.nan  # rows past the last group may hold anything
-    y = np.asarray(jitted(shape.widths)(*case._replace(x=x)))
+    y = np.asarray(jitted(shape.widths, implementation)(*case._replace(x=x)))
     assert y.shape == (shape.rows, sum(shape.widths)) and y.dtype == case.x.dtype
     assert np.array_equal(y[total:], np.zeros_like(y[total:]))
     expected = reference.grouped_lora_matmul(*case, parts=shape.widths)
-    tolerance = 1e-5 if shape.dtype == "float32" else 2**-8  # the rounding of the result
-    np.testing.assert_allclose(y.astype(np.float64), expected, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(
+        y.astype(np.float64), expected, rtol=shape.tolerance, atol=shape.tolerance
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_equals_the_definition(name, data):
-    check(SHAPES[name], data.draw(cases(SHAPES[name])))
+def test_equals_the_definition(name, implementation, data):
+    shape = SHAPES[name].served_by(implementation)
+    check(shape, data.draw(cases(shape)), implementation)
 
 
 SHAPE = SHAPES["fused, one part without adapters"]
@@ -64,32 +68,35 @@ SHAPE = SHAPES["fused, one part without adapters"]
     ],
     ids=str,
 )
-def test_group_sizes_at_the_edges(group_sizes):
-    rng = np.random.default_rng(1)
-    check(SHAPE, make_case(SHAPE, group_sizes, rng.integers(-1, 4, 75)))
+def test_group_sizes_at_the_edges(group_sizes, implementation):
+    rng, shape = np.random.default_rng(1), SHAPE.served_by(implementation)
+    check(shape, make_case(shape, group_sizes, rng.integers(-1, 4, 75)), implementation)
 
 
 @pytest.mark.parametrize("slots", [[-1], [0], [3], [3, -1, 0, 0, 2]], ids=str)
-def test_slots_need_no_order_inside_a_group(slots):
-    check(SHAPE, make_case(SHAPE, [20, 0, 40, 5, 3], np.resize(slots, 75)))
+def test_slots_need_no_order_inside_a_group(slots, implementation):
+    shape = SHAPE.served_by(implementation)
+    check(shape, make_case(shape, [20, 0, 40, 5, 3], np.resize(slots, 75)), implementation)
 
 
-def test_scaling_may_be_shared_while_the_factors_are_not():
-    shape = Shape(40, 3, 18, (Part(6, shared_scaling=True),))
-    check(shape, make_case(shape, [10, 20, 5], np.arange(40) % 5 - 1))
+def test_scaling_may_be_shared_while_the_factors_are_not(implementation):
+    shape = Shape(40, 3, 18, (Part(6, shared_scaling=True),)).served_by(implementation)
+    check(shape, make_case(shape, [10, 20, 5], np.arange(40) % 5 - 1), implementation)
 
 
-def test_a_dense_layer_is_one_group():
-    shape = SHAPES["dense, everything a multiple"]
+def test_a_dense_layer_is_one_group(implementation):
+    shape = SHAPES["dense, everything a multiple"].served_by(implementation)
     case = make_case(shape, [64], np.arange(64) % 5 - 1)
-    y = jax.jit(lora_matmul)(case.x, case.w[0], case.row_slots, case.lora)
-    assert np.array_equal(y, jitted(shape.widths)(*case))
+    dense = jax.jit(functools.partial(lora_matmul, implementation=implementation))
+    y = dense(case.x, case.w[0], case.row_slots, case.lora)
+    assert np.array_equal(y, jitted(shape.widths, implementation)(*case))
 
 
-def test_without_adapters_it_is_the_base_product():
-    case = make_case(SHAPE, [20, 0, 40, 5, 3], np.full(75, -1))
-    base = jax.jit(grouped_lora_matmul)(case.x, case.w, case.group_sizes)
-    assert np.array_equal(base, jitted(SHAPE.widths)(*case))
+def test_without_adapters_it_is_the_base_product(implementation):
+    shape = SHAPE.served_by(implementation)
+    case = make_case(shape, [20, 0, 40, 5, 3], np.full(75, -1))
+    base = jitted(None, implementation)(case.x, case.w, case.group_sizes)
+    assert np.array_equal(base, jitted(shape.widths, implementation)(*case))
 
 
 def test_float64():
@@ -104,10 +111,14 @@ def test_float64():
 
 def test_no_rows():
     case = make_case(SHAPE, [0] * 5, np.full(75, -1))
-    y = grouped_lora_matmul(
-        case.x[:0], case.w, case.group_sizes, case.row_slots[:0], case.lora, parts=SHAPE.widths
-    )
+
+    def run(x, lora):
+        slots = case.row_slots[:0]
+        return grouped_lora_matmul(x, case.w, case.group_sizes, slots, lora, parts=SHAPE.widths)
+
+    y, pullback = jax.vjp(run, case.x[:0], case.lora)
     assert y.shape == (0, 40)
+    assert not any(np.asarray(gradient).any() for gradient in jax.tree.leaves(pullback(y)))
 
 
 def zeros(*shape):
@@ -127,6 +138,40 @@ BAD = {
     "one size too few": (dict(group_sizes=np.zeros(2, np.int32)), r"group_sizes must be \[3\]"),
     "parts that do not add up": (dict(parts=(4, 5)), "must add up to 10"),
     "fewer lora entries than parts": (dict(parts=(4, 6)), "match the 1 lora entries"),
+    "w of two axes": (dict(w=zeros(10, 8)), r"w must be \[groups, n, k\], got \(10, 8\)"),
+    "x of integers": (dict(x=np.zeros((6, 8), np.int32)), "x must be a floating-point.*int32"),
+    "w of integers": (dict(w=np.zeros((3, 10, 8), np.int8)), "w must be a floating-point.*int8"),
+    "sizes that are no integers": (dict(group_sizes=zeros(3)), "group_sizes must be integers"),
+    "slots that are no integers": (dict(row_slots=zeros(6)), "row_slots must be integers"),
+    "no group sizes for rows that make no groups": (
+        dict(group_sizes=None, w=zeros(4, 10, 8)),
+        "6 rows do not make 4 equal groups",
+    ),
+    "a part of negative width": (dict(parts=(12, -2), lora=(None, None)), "must add up to 10"),
+    "a gate of three parts": (
+        dict(parts=(5, 3, 2), lora=(None,) * 3, gate=Gate()),
+        r"a gate needs N = \[gate \| up\]",
+    ),
+    "gate and up of unequal widths": (
+        dict(parts=(6, 4), lora=(None, None), gate=Gate()),
+        "equal widths",
+    ),
+    "a of three axes": (
+        dict(lora=(Lora(zeros(2, 4, 8), zeros(2, 3, 4, 10), zeros(2, 3)),)),
+        r"lora\.a must be \[slots, 3 or 1, rank of at least 1, 8\], got \(2, 4, 8\)",
+    ),
+    "a of rank 0": (
+        dict(lora=(Lora(zeros(2, 3, 0, 8), zeros(2, 3, 0, 10), zeros(2, 3)),)),
+        "rank of at least 1",
+    ),
+    "a and b of two dtypes": (
+        dict(lora=(Lora(zeros(2, 3, 4, 8), zeros(2, 3, 4, 10).astype("f2"), zeros(2, 3)),)),
+        "one dtype, got float32 and float16",
+    ),
+    "integer scaling": (
+        dict(lora=(Lora(zeros(2, 3, 4, 8), zeros(2, 3, 4, 10), np.ones((2, 3), int)),)),
+        r"lora\.scaling must be a floating-point",
+    ),
     "no slots": (dict(row_slots=None), r"row_slots must be \[6\].*None"),
     "slots of other rows": (dict(row_slots=np.zeros(5, np.int32)), r"row_slots must be \[6\]"),
     "a of another width": (
@@ -166,9 +211,26 @@ def test_an_unknown_implementation_is_named_with_the_shapes():
         assert part in str(error.value)
 
 
-def test_naming_the_implementation_changes_nothing():
-    case = make_case(SHAPE, [20, 0, 40, 5, 3], np.arange(75) % 5 - 1)
-    named = jax.jit(
-        lambda case: grouped_lora_matmul(*case, parts=SHAPE.widths, implementation="xla")
-    )
-    assert np.array_equal(named(case), jitted(SHAPE.widths)(*case))
+def test_naming_the_implementation_changes_nothing(implementation):
+    shape = SHAPE.served_by(implementation)
+    case = make_case(shape, [20, 0, 40, 5, 3], np.arange(75) % 5 - 1)
+    chosen = jitted(shape.widths, None)(*case)
+    assert np.array_equal(chosen, jitted(shape.widths, implementation)(*case))
+
+
+def test_kernels_that_cannot_serve_the_shapes_say_so():
+    """Asked for by name; without a name such shapes are plain JAX's."""
+    if jax.__version_info__ < (0, 11):
+        message = "needs jax 0.11"
+    else:
+        message = r"must be bfloat16 \(x float32\[6, 8\], w float32\[3, 10, 8\]"
+    with pytest.raises(NotImplementedError, match=message):
+        grouped_lora_matmul(**GOOD, implementation="mosaic_gpu")
+
+
+def test_a_platform_without_its_kernels_for_these_shapes_takes_plain_jax(monkeypatch):
+    monkeypatch.setattr(api, "_platform_implementation", lambda: "mosaic_tpu")
+    wide = GOOD["x"].astype(np.float16), GOOD["w"].astype(np.float16)
+    assert api.choose_backend(None, *wide, (None,), (10,)) is xla
+    with pytest.raises(NotImplementedError, match="mosaic_tpu"):
+        api.choose_backend("mosaic_tpu", *wide, (None,), (10,))

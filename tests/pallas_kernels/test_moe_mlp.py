@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
 from pallas_kernels import Gate, Lora, moe_mlp
 
-TOKENS, CHOICES, EXPERTS, HIDDEN, WIDTH, SLOTS, RANK = 13, 3, 5, 32, 24, 3, 4
+TOKENS, CHOICES, EXPERTS, SLOTS, RANK = 13, 3, 5, 3, 4
+HIDDEN, WIDTH = 128, 64  # served by every kernel
 GPT_OSS = Gate(limit=0.7, alpha=1.702, up_offset=1.0)
+OUTER = ("gate.a", "up.a", "down.b")
+SHARED = {
+    "per expert": (),
+    "shared outer": OUTER,
+    "shared outer, one scaling": (*OUTER, "gate.s", "up.s", "down.s"),
+    "gate's alone": ("gate.a", "gate.s"),
+    "shared inner": ("gate.b", "down.a", "down.s"),
+}
+LORA = ("lora_gate", "lora_up", "lora_down")
+TOKEN_ARRAYS = ("x", "experts", "weights", "token_slots")
+SOME_SHARED = pytest.mark.parametrize("shared", [(), OUTER], ids=["per expert", "shared outer"])
+
+
+@pytest.fixture(scope="module")
+def dtype(implementation):
+    """What the kernels serve, plain JAX's errors being smallest in float32."""
+    return np.dtype("float32" if implementation == "xla" else jnp.bfloat16)
+
+
+@functools.cache
+def jitted(implementation, gate=None, first_group=0):
+    return jax.jit(
+        functools.partial(
+            moe_mlp, gate=gate, first_group=first_group, implementation=implementation
+        )
+    )
+
+
+def run(implementation, call, **options):
+    """The layer, compiled once for all arguments of the same shapes."""
+    valid = {} if "valid" not in options else {"valid": options.pop("valid")}
+    return np.asarray(jitted(implementation, **options)(**call, **valid))
 
 
 def arguments(shared=(), seed=0, dtype=np.float32):
@@ -19,19 +53,20 @@ def arguments(shared=(), seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
-        return rng.standard_normal(shape).astype(dtype) / shape[-1] ** 0.5
+        return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(dtype)
 
     def pair(name, n_in, n_out):
         groups = [1 if f"{name}.{factor}" in shared else EXPERTS for factor in "abs"]
-        scaling = rng.uniform(0.5, 2, (SLOTS, groups[2])).astype(dtype)
+        scaling = rng.uniform(0.5, 2, (SLOTS, groups[2])).astype(np.float32)
         a, b = normal(SLOTS, groups[0], RANK, n_in), normal(SLOTS, groups[1], RANK, n_out)
-        return Lora(a, b * RANK, scaling)
+        return Lora(a, b * dtype.type(RANK), scaling)
 
+    dtype = np.dtype(dtype)
     experts = np.stack([rng.permutation(EXPERTS)[:CHOICES] for _ in range(TOKENS)])
     return dict(
-        x=normal(TOKENS, HIDDEN) * 4,
+        x=normal(TOKENS, HIDDEN) * dtype.type(4),
         experts=experts.astype(np.int32),
-        weights=rng.uniform(0.1, 1, (TOKENS, CHOICES)).astype(dtype),
+        weights=rng.uniform(0.1, 1, (TOKENS, CHOICES)).astype(np.float32),
         token_slots=rng.integers(-1, SLOTS, TOKENS).astype(np.int32),
         gate_up=normal(EXPERTS, 2 * WIDTH, HIDDEN),
         down=normal(EXPERTS, HIDDEN, WIDTH),
@@ -51,13 +86,14 @@ def one_by_one(call, gate=None, first=0, valid=None):
             expert = int(call["experts"][t, choice]) - first
             if not 0 <= expert < call["down"].shape[0] or (valid is not None and not valid[t]):
                 continue
-            both = call["gate_up"][expert] @ x
+            both = call["gate_up"][expert].astype(np.float64) @ x
             left = both[:WIDTH] + delta(call["lora_gate"], slot, expert, x)
             right = both[WIDTH:] + delta(call["lora_up"], slot, expert, x)
             if gate.limit is not None:
                 left, right = np.minimum(left, gate.limit), np.clip(right, -gate.limit, gate.limit)
             hidden = left / (1 + np.exp(-gate.alpha * left)) * (right + gate.up_offset)
-            out = call["down"][expert] @ hidden + delta(call["lora_down"], slot, expert, hidden)
+            out = call["down"][expert].astype(np.float64) @ hidden
+            out += delta(call["lora_down"], slot, expert, hidden)
             y[t] += call["weights"][t, choice] * out
     return y
 
@@ -69,72 +105,171 @@ def delta(pair, slot, expert, x):
     return scaling * (a @ x) @ b
 
 
+def assert_close(found, expected, dtype):
+    tolerance = 2e-5 if dtype == np.float32 else 3e-2
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize(
-    "shared",
-    [(), ("gate.a", "up.a", "gate.s", "up.s", "down.b"), ("gate.b", "down.a", "down.s")],
-    ids=["per_expert", "shared_outer", "shared_inner"],
+    "shared, gate",
+    [(name, None) for name in SHARED] + [("per expert", GPT_OSS), ("shared outer", GPT_OSS)],
 )
-@pytest.mark.parametrize("gate", [None, GPT_OSS], ids=["silu", "gpt_oss"])
-def test_values(shared, gate):
-    call = arguments(shared)
-    found = jax.jit(lambda call: moe_mlp(**call, gate=gate))(call)
-    np.testing.assert_allclose(found, one_by_one(call, gate), rtol=2e-5, atol=2e-5)
+def test_values(shared, gate, implementation, dtype):
+    call = arguments(SHARED[shared], dtype=dtype)
+    found = run(implementation, call, gate=gate)
+    assert found.dtype == np.float32
+    assert_close(found, one_by_one(call, gate), dtype)
 
 
-def test_without_adapters():
-    call = arguments() | dict.fromkeys(("lora_gate", "lora_up", "lora_down"))
-    np.testing.assert_allclose(moe_mlp(**call), one_by_one(call), rtol=2e-5, atol=2e-5)
+def test_without_adapters(implementation, dtype):
+    call = arguments(dtype=dtype) | dict.fromkeys(LORA)
+    assert_close(run(implementation, call), one_by_one(call), dtype)
 
 
-def test_local_experts_and_padding_tokens():
-    call = arguments()
+@SOME_SHARED
+def test_local_experts_and_padding_tokens(shared, implementation, dtype):
+    """Nothing of other devices' choices, not even where they left the adapter's columns undone."""
+    call = arguments(shared, dtype=dtype)
     local = {"gate_up": call["gate_up"][1:4], "down": call["down"][1:4]}
-    for name in ("lora_gate", "lora_up", "lora_down"):
-        local[name] = Lora(*(factor[:, 1:4] for factor in call[name]))
+    for name in LORA:
+        factors = (v[:, 1:4] if v.shape[1] > 1 else v for v in call[name])
+        local[name] = Lora(*factors)
     call |= local
     valid = np.arange(TOKENS) < 10
     call["x"][~valid] = np.nan
-    found = np.asarray(jax.jit(lambda call: moe_mlp(**call, first_group=1, valid=valid))(call))
-    np.testing.assert_allclose(found, one_by_one(call, first=1, valid=valid), rtol=2e-5, atol=2e-5)
+    found = run(implementation, call, first_group=1, valid=valid)
+    assert_close(found, one_by_one(call, first=1, valid=valid), dtype)
+    assert not found[~valid].any()
 
 
-@pytest.mark.parametrize("shared", [(), ("gate.a", "up.a", "gate.s", "up.s", "down.b")])
-def test_a_token_alone_has_the_same_bits(shared):
-    call = arguments(shared)
-    everyone = np.asarray(jax.jit(lambda call: moe_mlp(**call))(call))
-    names = ("x", "experts", "weights", "token_slots")
+@SOME_SHARED
+def test_a_token_alone_has_the_same_bits(shared, implementation, dtype):
+    call = arguments(shared, dtype=dtype)
+    everyone = run(implementation, call)
     for token in (0, 5, TOKENS - 1):
-        alone = call | {name: call[name][token : token + 1] for name in names}
-        found = np.asarray(jax.jit(lambda call: moe_mlp(**call))(alone))
-        assert np.array_equal(found[0], everyone[token])
+        alone = call | {name: call[name][token : token + 1] for name in TOKEN_ARRAYS}
+        assert np.array_equal(run(implementation, alone)[0], everyone[token])
 
 
-def test_a_broken_slot_stays_alone():
-    call = arguments(("gate.a", "up.a", "gate.s", "up.s"))
-    sound = np.asarray(moe_mlp(**call))
-    broken = dict(call)
-    for name in ("lora_gate", "lora_up", "lora_down"):
-        broken[name] = Lora(*(factor.copy() for factor in call[name]))
-        broken[name].a[1], broken[name].b[1] = np.nan, np.inf
-    found = np.asarray(moe_mlp(**broken))
+@SOME_SHARED
+def test_the_other_tokens_change_no_bits(shared, implementation, dtype):
+    """Their values, their adapters, their order."""
+    call, other = arguments(shared, dtype=dtype), arguments(shared, seed=1, dtype=dtype)
+    everyone = run(implementation, call)
+    kept = np.arange(TOKENS) % 3 == 0
+    mixed = dict(call)
+    for name in TOKEN_ARRAYS:
+        mask = kept.reshape(-1, *[1] * (call[name].ndim - 1))
+        mixed[name] = np.where(mask, call[name], other[name])
+    assert np.array_equal(run(implementation, mixed)[kept], everyone[kept])
+    order = np.random.default_rng(2).permutation(TOKENS)
+    moved = call | {name: call[name][order] for name in TOKEN_ARRAYS}
+    assert np.array_equal(run(implementation, moved), everyone[order])
+
+
+@SOME_SHARED
+@pytest.mark.parametrize("field", ["a", "b", "scaling"])
+def test_a_broken_slot_stays_alone(shared, field, implementation, dtype):
+    call = arguments(shared, dtype=dtype)
+    sound, broken = run(implementation, call), dict(call)
+    for name in LORA:
+        values = np.array(getattr(call[name], field))
+        values[1] = np.nan
+        broken[name] = call[name]._replace(**{field: values})
+    found = run(implementation, broken)
     others = call["token_slots"] != 1
     assert np.array_equal(found[others], sound[others])
     assert not np.isfinite(found[~others]).any()
 
 
-@pytest.mark.parametrize(
-    "shared", [(), ("gate.a", "up.a", "gate.s", "up.s", "down.b")], ids=["per_expert", "shared"]
-)
-def test_gradients(shared):
+DIFFERENTIABLE = ("x", "weights", "lora_gate", "lora_up", "lora_down")
+
+
+@functools.cache
+def jitted_gradients(implementation):
+    """(call, dy) to the layer's value and the gradients of `DIFFERENTIABLE`."""
+
+    def gradients(call, dy):
+        def layer(*values):
+            values = dict(zip(DIFFERENTIABLE, values, strict=True))
+            return moe_mlp(**(call | values), implementation=implementation)
+
+        y, pullback = jax.vjp(layer, *(call[name] for name in DIFFERENTIABLE))
+        return y, pullback(dy)
+
+    return jax.jit(gradients)
+
+
+def dense(call, dy):
+    """The same by automatic differentiation of a dense formula."""
+    experts, slots = call["experts"], call["token_slots"]
+
+    def product(x, w, pair):
+        a, b, scaling = (
+            v[jnp.maximum(slots, 0)[:, None], experts if v.shape[1] > 1 else 0] for v in pair
+        )
+        u = scaling[..., None] * jnp.einsum("tkn,tkrn->tkr", x, a)
+        low = jnp.einsum("tkr,tkrn->tkn", u, b)
+        low = jnp.where((slots >= 0)[:, None, None], low, 0)
+        return jnp.einsum("tkn,tkmn->tkm", x, w[experts]) + low
+
+    def layer(x, weights, lora_gate, lora_up, lora_down):
+        x = jnp.broadcast_to(x[:, None], (TOKENS, CHOICES, HIDDEN))
+        gate = product(x, call["gate_up"][:, :WIDTH], lora_gate)
+        up = product(x, call["gate_up"][:, WIDTH:], lora_up)
+        rows = product(jax.nn.silu(gate) * up, call["down"], lora_down)
+        return jnp.einsum("tk,tkh->th", weights, rows)
+
+    y, pullback = jax.vjp(layer, *(call[name] for name in DIFFERENTIABLE))
+    return y, pullback(dy)
+
+
+@pytest.mark.parametrize("shared", ["per expert", "shared outer", "shared outer, one scaling"])
+def test_gradients(shared, implementation, dtype):
+    """Against automatic differentiation in float64, where the kernels serve it exactly."""
+    exact = dtype == np.float32
+    call = arguments(SHARED[shared], dtype=dtype)
+    call["weights"][2, 1] = 0  # whose gradient is not
+    wide = jax.tree.map(lambda v: v if v.dtype == np.int32 else v.astype(np.float64), call)
+    dy = np.random.default_rng(3).standard_normal((TOKENS, HIDDEN))
     with jax.enable_x64(True):
-        call = arguments(shared, dtype=np.float64)
-        names = ("x", "weights", "lora_gate", "lora_up", "lora_down")
+        expected = jax.tree.map(np.asarray, jax.jit(dense)(wide, dy))
+    with jax.enable_x64(exact):
+        some = (wide, dy) if exact else (call, dy.astype(np.float32))
+        found = jax.tree.map(np.asarray, jitted_gradients(implementation)(*some))
+    tolerance = 1e-11 if exact else 2**-4
+    for value, reference in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        size = max(1, np.abs(reference).max())
+        np.testing.assert_allclose(
+            value.astype(np.float64), reference, rtol=tolerance, atol=tolerance * size
+        )
 
-        def layer(values):
-            return moe_mlp(**(call | dict(zip(names, values, strict=True))))
 
-        values = jax.tree.map(jnp.asarray, tuple(call[name] for name in names))
-        check_grads(jax.jit(layer), (values,), order=1, modes=["rev"], rtol=1e-6, atol=1e-6)
+@SOME_SHARED
+def test_gradients_of_a_broken_slot_stay_alone(shared, implementation, dtype):
+    call = arguments(shared, dtype=dtype)
+    dy = np.random.default_rng(3).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+    _, sound = jax.tree.map(np.asarray, jitted_gradients(implementation)(call, dy))
+    for name in LORA:
+        broken = call[name]._replace(a=call[name].a.copy(), b=call[name].b.copy())
+        broken.a[1], broken.b[1] = np.nan, np.inf
+        call[name] = broken
+    _, found = jax.tree.map(np.asarray, jitted_gradients(implementation)(call, dy))
+    others = call["token_slots"] != 1
+    for value, reference in zip(found[:2], sound[:2], strict=True):
+        assert np.array_equal(value[others], reference[others])
+    for value, reference in zip(*map(jax.tree.leaves, (found[2:], sound[2:])), strict=True):
+        assert np.array_equal(value[[0, 2]], reference[[0, 2]])
+
+
+@pytest.mark.parametrize("shared", [OUTER, pytest.param((), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_sees_the_bits_that_serving_made(shared, dtype):
+    """Plain JAX: the forward pass that keeps what gradients need gives the same values."""
+    call = arguments(shared, dtype=jnp.dtype(dtype))
+    served = run("xla", call)
+    trained, _ = jitted_gradients("xla")(call, np.ones((TOKENS, HIDDEN), np.float32))
+    assert np.array_equal(trained, served)
 
 
 def test_shapes_that_do_not_belong_together():
@@ -143,5 +278,8 @@ def test_shapes_that_do_not_belong_together():
         moe_mlp(**(call | {"weights": call["weights"][:, :2]}))
     with pytest.raises(ValueError, match="w must|x must"):
         moe_mlp(**(call | {"down": call["down"][:, :, :-1]}))
+    fewer = Lora(*(v[:2] for v in call["lora_up"]))
+    with pytest.raises(ValueError, match="same number of slots"):
+        moe_mlp(**(call | {"lora_up": fewer}))
     with pytest.raises(NotImplementedError, match="mosaic_gpu"):
         moe_mlp(**call, implementation="mosaic_gpu")

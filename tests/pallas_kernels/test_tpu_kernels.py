@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import Lora
 from pallas_kernels.grouped_lora_matmul import mosaic_tpu
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule
@@ -193,8 +194,6 @@ def test_equal_groups():
 
 class TestCheck:
     def pair(self, dtype=np.float32, rank=4):
-        from pallas_kernels import Lora
-
         return Lora(
             np.zeros((2, 1, rank, 16), dtype),
             np.zeros((2, 1, rank, 8), dtype),
