@@ -21,9 +21,9 @@ differentiable by itself. Letters as in `api.py`; u is a backend's own array typ
     shrink(x, tables, factors, starts, scalings) -> u of each term
         u[p][t] = scalings[p][slot, group] · x[t, starts[p] : + width] · factors[p][slot, group]ᵀ,
         scaled in float32; a scaling of None is 1. Rows without an adapter may hold anything.
-    outer(left, right, tables, shape) -> float32 [*shape, R, width]
-        Σ left[t] ⊗ right[t] over the rows of each (slot, group), or of each slot when shape is
-        (S, 1).
+    outer(left, right, start, width, tables, shape) -> float32 [*shape, R, width]
+        Σ left[t] ⊗ right[t, start : start + width] over the rows of each (slot, group), or of each
+        slot when shape is (S, 1); left is a plain array.
 
 All of them keep rows and slots apart (a NaN in one slot stays there) and give a row the same bits
 whatever is around it.
@@ -32,12 +32,17 @@ whatever is around it.
 from __future__ import annotations
 
 import functools
+import itertools
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_lora_matmul.gate import Gate, gated_columns
+from pallas_kernels.grouped_lora_matmul.gate import (
+    Gate,
+    gated_columns,
+    gated_columns_gradient,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -77,7 +82,7 @@ def _forward(backend, parts, gate, x, w, tables, lora, shared_u):
 def _backward(backend, parts, gate, saved, dy):
     x, w, tables, lora, u, before_gate = saved
     if gate is not None:
-        (dy,) = jax.vjp(lambda y: gated_columns(y, gate), before_gate)[1](dy)
+        dy = gated_columns_gradient(before_gate, dy, gate)
     dx, dlora = gradients(backend, parts, x, w, tables, lora, u, dy)
     return dx, None, None, dlora, None
 
@@ -91,8 +96,9 @@ def gradients(backend, parts, x, w, tables, lora, u, dy):
     du = backend.shrink(dy, tables, b, starts, scalings) if pairs else ()
     a = tuple(p.a for p in pairs)
     dx = backend.product(dy, w, tables, du, a, (0,) * len(pairs), contract=1)
+    da = _a_gradients(backend, pairs, x, du, tables)
     of_pair = iter(
-        _pair_gradient(backend, pair, x, dy, start, u[i], du[i], tables)
+        _pair_gradient(backend, pair, x, dy, start, u[i], da[i], tables)
         for i, (start, pair) in enumerate(terms)
     )
     dlora = tuple(None if pair is None else next(of_pair) for pair in lora)
@@ -120,20 +126,40 @@ def _product(backend, x, w, tables, u, terms, gate):
     return backend.product(x, w, tables, u, factors, starts, contract=2, gate=gate)
 
 
-def _pair_gradient(backend, pair, x, dy, start, u, du, tables):
-    dy = jax.lax.slice_in_dim(dy, start, start + pair.b.shape[3], axis=1)
-    rank = pair.a.shape[2]
-    da = backend.outer(du, x, tables, pair.a.shape[:2])[:, :, :rank].astype(pair.a.dtype)
-    db = backend.outer(u, dy, tables, pair.b.shape[:2])[:, :, :rank].astype(pair.b.dtype)
-    return type(pair)(da, db, _scaling_gradient(backend, pair, x, dy, tables))
+def _a_gradients(backend, pairs, x, du, tables):
+    """Those of all terms whose A has the same slots and groups in one product: it reads x once."""
+    da = [None] * len(pairs)
+    shapes = [pair.a.shape[:2] for pair in pairs]
+    for shape in dict.fromkeys(shapes):
+        same = [i for i, its in enumerate(shapes) if its == shape]
+        left = [_columns(du[i], pairs[i]) for i in same]
+        ends = list(itertools.accumulate(part.shape[1] for part in left))
+        left = jnp.concatenate(left, axis=1)
+        sums = backend.outer(left, x, 0, x.shape[1], tables, shape)
+        for i, part in zip(same, jnp.split(sums, ends[:-1], axis=2), strict=True):
+            da[i] = part.astype(pairs[i].a.dtype)
+    return da
 
 
-def _scaling_gradient(backend, pair, x, dy, tables):
+def _columns(u, pair):
+    """u as a plain array of the pair's rank."""
+    return jnp.asarray(u)[:, : pair.a.shape[2]]
+
+
+def _pair_gradient(backend, pair, x, dy, start, u, da, tables):
+    width = pair.b.shape[3]
+    db = backend.outer(_columns(u, pair), dy, start, width, tables, pair.b.shape[:2])
+    dscaling = _scaling_gradient(backend, pair, x, dy, start, tables)
+    return type(pair)(da, db.astype(pair.b.dtype), dscaling)
+
+
+def _scaling_gradient(backend, pair, x, dy, start, tables):
     """Σ u · v of each bucket's rows, unscaled: the trace of Σ u ⊗ v.
 
     Both are computed again, which `jit` drops when nobody asks for this gradient.
     """
     (u,) = backend.shrink(x, tables, (pair.a,), (0,), (None,))
-    (v,) = backend.shrink(dy, tables, (pair.b,), (0,), (None,))
-    products = backend.outer(u, jnp.asarray(v), tables, pair.scaling.shape)
+    (v,) = backend.shrink(dy, tables, (pair.b,), (start,), (None,))
+    u, v = _columns(u, pair), _columns(v, pair)
+    products = backend.outer(u, v, 0, v.shape[1], tables, pair.scaling.shape)
     return jnp.trace(products, axis1=2, axis2=3).astype(pair.scaling.dtype)

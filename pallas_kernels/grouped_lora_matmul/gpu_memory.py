@@ -6,6 +6,8 @@ want tiles of 8 rows. In memory both are the same bytes, so each stage has two v
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -35,3 +37,13 @@ def views_of(reference, *counts: int, interpreted: bool):
         return [(use,) * count for use, count in zip(reference, counts, strict=True)]
     views = iter(reference)
     return [tuple(next(views) for _ in range(count)) for count in counts]
+
+
+def drain(empty, uses, length: int):
+    """Waits for the last uses of a ring to end: no phase of its barriers may stay unseen."""
+    lax.fori_loop(
+        jnp.maximum(uses - length, 0),
+        uses,
+        lambda use, _: plgpu.barrier_wait(empty.at[lax.rem(use, jnp.int32(length))]),
+        None,
+    )

@@ -22,16 +22,18 @@ STAGES = 4
 STORED = 32  # float32 features stored at once: 128 bytes
 
 
-def outer_kernel(left, right, bucket_begin, bucket_end, rank: int, *, interpreted=False):
+def outer_kernel(
+    left, right, start: int, width: int, bucket_begin, bucket_end, rank: int, *, interpreted=False
+):
     """Sums over rows [bucket_begin[b], bucket_end[b]) of each bucket b.
 
     Args:
-      left: [M, at least rank, a multiple of 64]. right: [M, width].
+      left: [M, at least rank, a multiple of 64]. right: [M, at least start + width].
 
     Returns:
       float32 [buckets, rank, width]; zeros for buckets without rows.
     """
-    buckets, width = bucket_begin.shape[0], right.shape[1]
+    buckets = bucket_begin.shape[0]
     rank_blocks, slices = pl.cdiv(rank, 64), pl.cdiv(width, FEATURES)
     units = buckets * rank_blocks * slices
     programs = min(PROGRAMS, units)
@@ -71,7 +73,7 @@ def outer_kernel(left, right, bucket_begin, bucket_end, rank: int, *, interprete
                     barrier = full.at[stage]
                     plgpu.copy_gmem_to_smem(left.at[rows, ranks], left_load.at[stage], barrier)
                     for block in range(FEATURES // 64):
-                        features = pl.ds(feature + 64 * block, 64)
+                        features = pl.ds(start + feature + 64 * block, 64)
                         destination = right_load.at[stage, block]
                         plgpu.copy_gmem_to_smem(right.at[rows, features], destination, barrier)
                     return step + 1

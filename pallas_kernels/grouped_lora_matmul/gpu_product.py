@@ -8,6 +8,10 @@ what its rows cost, and the same kernel serves decode (8 rows a tile) and prefil
     ring of stages: [ W: F x 64 | x: rows x 64 ]       one k-step; loaded by the memory warpgroup
     after the K loop, for each stretch of rows of one slot (32 at most):
                     [ B: rank x F | u: 32 x rank ]     d = Bᵀ·uᵀ, added by a select on the rows
+    ring of tiles:  [ words of the table | place and run end of each row ]
+
+What a tile is comes through shared memory too: read from global memory, its words would cost the
+tensor cores a microsecond before every tile.
 
 Every output element is the sum over K in steps of 64 in one accumulator, then one addition for
 each low-rank term, whatever the tile is: bits do not depend on the schedule. A select, not a mask
@@ -27,9 +31,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import Gate, gated
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_memory import overlaid, two_views, views_of
+from pallas_kernels.grouped_lora_matmul.gpu_memory import drain, overlaid, two_views, views_of
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, Tiles, slot_of
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import CHUNK, ProductSchedule, rank_tile
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    CHUNK,
+    LINE,
+    TILE_WORDS,
+    TILES,
+    ProductSchedule,
+    rank_tile,
+    whole_lines,
+)
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
 from pallas_kernels.grouped_lora_matmul.gpu_store import store_rows
 
@@ -113,6 +125,7 @@ class _Layout:
         self.k_steps = pl.cdiv(self.k, K_STEP)
         self.feature_tiles = pl.cdiv(self.width, schedule.features)
         self.chunk = min(CHUNK, schedule.heights[-1])
+        self.chunks = chunks(schedule.heights, self.chunk)
         self.terms = 0 if terms is None else len(terms.factors)
         self.ranks = () if terms is None else tuple(f.shape[2] for f in terms.factors)
         self.shared = () if terms is None else tuple(f.shape[1] == 1 for f in terms.factors)
@@ -121,6 +134,8 @@ class _Layout:
         self.rank_tile = rank_tile(max(self.ranks)) if terms is not None else 16
         # One stage holds all terms of a gated product, or one term.
         self.terms_of_stage = self.terms if gate is not None else min(self.terms, 1)
+        # A copy begins at a multiple of its unit, at or before the tile's first row.
+        self.words_of_rows = schedule.heights[-1] + TILE_WORDS
         self.w_rows = self.parts * schedule.features
         self.w_copies = 1 if contract == 2 and not interpreted else self.w_rows // 64
 
@@ -157,11 +172,17 @@ class _Layout:
             ),
             full=plgpu.Barrier(num_arrivals=1 + self.w_copies, num_barriers=s.stages),
             empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
+            tile_words=plgpu.SMEM((TILES, LINE), jnp.int32),
+            tile_full=plgpu.Barrier(num_arrivals=3 if self.terms else 1, num_barriers=TILES),
+            tile_empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=TILES),
         )
         if self.terms:
             scratch["low_rank_full"] = plgpu.Barrier(
                 num_arrivals=2 * self.terms_of_stage, num_barriers=s.stages
             )
+            of_rows = (TILES, whole_lines(self.words_of_rows))
+            scratch["place"] = plgpu.SMEM(of_rows, jnp.int32)
+            scratch["run_end"] = plgpu.SMEM(of_rows, jnp.int32)
         return scratch
 
     def steps_of_run(self):
@@ -180,15 +201,39 @@ class _Layout:
         return 0 if self.gate is None or self.starts[term] == 0 else 1
 
 
+class _Piece(NamedTuple):
+    """Rows that a tile variant has all of, or none."""
+
+    number: int
+    start: int
+    width: int
+
+
+def chunks(heights: tuple[int, ...], size: int) -> list[list[_Piece]]:
+    """The pieces of a tile, cut at the heights of its variants, in chunks of `size` rows."""
+    ends = sorted({*heights, *range(size, heights[-1], size)})
+    starts = [0, *ends[:-1]]
+    pieces = [
+        _Piece(number, start, end - start)
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+    return [
+        [piece for piece in pieces if piece.start // size == chunk]
+        for chunk in range(pl.cdiv(heights[-1], size))
+    ]
+
+
 class _Tile(NamedTuple):
-    """The words of a tile in the table, and the feature it starts at.
+    """A tile of the table, and the feature it starts at.
 
     Attributes:
+      slot: where in shared memory its words are.
       group, row, rows: whose rows, the first, and how many.
       k_steps: stages of the K loop; 0 for rows past the last group, which become zeros.
       feature: the first of the tile's features.
     """
 
+    slot: jax.Array
     group: jax.Array
     row: jax.Array
     rows: jax.Array
@@ -196,51 +241,45 @@ class _Tile(NamedTuple):
     feature: jax.Array
 
 
-def _body(layout: _Layout, *refs, x_stage, w_stage, out, full, empty, **rest):
+def _body(layout: _Layout, *refs, **scratch):
     s = layout.schedule
     tiles, (x, w, *lora, y) = Tiles(*refs[: len(Tiles._fields)]), refs[len(Tiles._fields) :]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    # Tables past the last tile may be read, early, but nothing uses what they hold.
-    most = tiles.row.shape[0] * layout.feature_tiles
     total = tiles.count[tiles.count.shape[0] - 1] * layout.feature_tiles
     mine = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
-
-    def tile_at(i) -> _Tile:
-        index = jnp.minimum(program + i * s.programs, (total if s.together else most) - 1)
-        if s.together:
-            some_tile = lax.div(index, jnp.int32(layout.feature_tiles))
-            first, count = tiles.first[some_tile], tiles.of_group[some_tile]
-            place = index - first * layout.feature_tiles
-            tile, slice_of = first + lax.rem(place, count), lax.div(place, count)
-        else:
-            feature_tiles = jnp.int32(layout.feature_tiles)
-            tile, slice_of = lax.div(index, feature_tiles), lax.rem(index, feature_tiles)
-        group = tiles.group[tile]
-        k_steps = jnp.where(group < layout.groups, layout.k_steps, 0)
-        group = jnp.minimum(group, layout.groups - 1)
-        return _Tile(group, tiles.row[tile], tiles.rows[tile], k_steps, slice_of * s.features)
-
-    kernel = _Kernel(layout, x, w, y, lora, x_stage, w_stage, out, full, empty, **rest)
+    kernel = _Kernel(layout, tiles.words, x, w, y, lora, **scratch)
 
     @pl.when(warpgroup == s.consumers)
     def _memory():
         if s.consumers > 1:
             plgpu.set_max_registers(40, action="decrease")
-        lax.fori_loop(0, mine, lambda i, step: kernel.load_tile(tile_at(i), step), jnp.int32(0))
+
+        def load(i, state):
+            tile, step = state
+            # A carried number's divisors are forgotten.
+            tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
+            # Read now, needed after this tile.
+            following = kernel.tile_at(program, i + 1)
+            kernel.load_words(tile, program, i)
+            return following, kernel.load_tile(tile, step)
+
+        first = kernel.tile_at(program, 0)
+        _, steps = lax.fori_loop(0, mine, load, (first, jnp.int32(0)))
+        drain(kernel.empty, steps, s.stages)
+        drain(kernel.tile_empty, mine, TILES)
 
     @pl.when(warpgroup < s.consumers)
     def _compute():
         if s.consumers > 1:
             plgpu.set_max_registers(232, action="increase")
 
-        def compute(i, state):
-            tile, step = state
-            # Read now, needed after this tile.
-            following = tile_at(i + 1)
-            tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
-            return following, kernel.compute_tile(tile, step, warpgroup)
+        def compute(i, step):
+            tile = kernel.loaded_tile(program, i)
+            step = kernel.compute_tile(tile, step, warpgroup)
+            plgpu.barrier_arrive(kernel.tile_empty.at[tile.slot])
+            return step
 
-        lax.fori_loop(0, mine, compute, (tile_at(0), jnp.int32(0)))
+        lax.fori_loop(0, mine, compute, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -248,10 +287,27 @@ class _Kernel:
     """The two roles of a program, over the kernel's references."""
 
     def __init__(
-        self, layout, x, w, y, lora, x_stage, w_stage, out, full, empty, low_rank_full=None
+        self,
+        layout,
+        words,
+        x,
+        w,
+        y,
+        lora,
+        x_stage,
+        w_stage,
+        out,
+        full,
+        empty,
+        tile_words,
+        tile_full,
+        tile_empty,
+        low_rank_full=None,
+        place=None,
+        run_end=None,
     ):
         self.layout, self.schedule = layout, layout.schedule
-        self.x, self.w, self.y = x, w, y
+        self.words, self.x, self.w, self.y = words, x, w, y
         uses = (2, 2) if layout.terms else (2,)
         (self.x_load, self.x_tiles), *u_views = views_of(
             x_stage, *uses, interpreted=layout.interpreted
@@ -262,46 +318,95 @@ class _Kernel:
         )
         if layout.terms:
             ((self.u_load, self.u_tiles),), ((self.b,),) = u_views, b_views
-            self.place, self.run_end, *arrays = lora
+            self.places, self.run_ends, *arrays = lora
             self.u, self.factors = arrays[: layout.terms], arrays[layout.terms :]
         self.out, self.full, self.empty, self.low_rank_full = out, full, empty, low_rank_full
+        self.tile_words, self.tile_full, self.tile_empty = tile_words, tile_full, tile_empty
+        self.place, self.run_end = place, run_end
 
     def stage_of(self, step):
         return lax.rem(step, jnp.int32(self.schedule.stages))
 
-    def run_at(self, row):
-        """The slot of a row, and where its run ends."""
-        row = jnp.minimum(row, self.layout.rows - 1)
-        return slot_of(self.place[row]), self.run_end[row]
+    # Tiles and runs.
 
-    def chunk_heads(self, tile):
-        """`run_at` the start of each chunk, read long before it is needed."""
-        if not self.layout.terms:
-            return ()
-        starts = range(0, self.schedule.heights[-1], self.layout.chunk)
-        return [self.run_at(tile.row + start) for start in starts]
+    def number(self, program, i):
+        """The number in the table of a program's tile, and its slice of features."""
+        # A few tiles take a slice after each other, so that they read its W at the same time.
+        together, slices = self.schedule.together, self.layout.feature_tiles
+        index = program + i * self.schedule.programs
+        some = lax.div(index, jnp.int32(together * slices))
+        place = lax.rem(index, jnp.int32(together * slices))
+        return some * together + lax.rem(place, jnp.int32(together)), lax.div(
+            place, jnp.int32(together)
+        )
 
-    def walk_runs(self, tile, chunk, head, visit, carry):
-        """visit(slot, first, stop, carry) for the adapted runs of a chunk; rows from its start."""
-        begin = tile.row + chunk * self.layout.chunk
-        end = jnp.minimum(tile.row + tile.rows, begin + self.layout.chunk)
+    def tile_of(self, i, words, slice_of):
+        layout = self.layout
+        row, rows, group = words
+        k_steps = jnp.where(group < layout.groups, layout.k_steps, 0)
+        group = jnp.minimum(group, layout.groups - 1)
+        feature = slice_of * self.schedule.features
+        return _Tile(lax.rem(i, jnp.int32(TILES)), group, row, rows, k_steps, feature)
+
+    def tile_at(self, program, i) -> _Tile:
+        """From the table; the words past its end are read, early, but nothing uses them."""
+        tile, slice_of = self.number(program, i)
+        tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
+        words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
+        return self.tile_of(jnp.int32(i), words, slice_of)
+
+    def load_words(self, tile: _Tile, program, i):
+        """Brings a tile's words, and those of its rows, to the consumers."""
+        slot = tile.slot
+
+        @pl.when(i >= TILES)
+        def _wait():
+            plgpu.barrier_wait(self.tile_empty.at[slot])
+
+        number, _ = self.number(program, i)
+        copies = [(self.words, number * TILE_WORDS, TILE_WORDS, self.tile_words)]
+        if self.layout.terms:
+            first = tile.row - lax.rem(tile.row, jnp.int32(TILE_WORDS))
+            count = self.layout.words_of_rows
+            copies += [
+                (self.places, first, count, self.place),
+                (self.run_ends, first, count, self.run_end),
+            ]
+        for source, first, count, destination in copies:
+            plgpu.copy_gmem_to_smem(
+                source.at[pl.ds(first, count)],
+                destination.at[slot, pl.ds(0, count)],
+                self.tile_full.at[slot],
+            )
+
+    def loaded_tile(self, program, i) -> _Tile:
+        """The same from shared memory."""
+        slot = lax.rem(i, jnp.int32(TILES))
+        plgpu.barrier_wait(self.tile_full.at[slot])
+        _, slice_of = self.number(program, i)
+        return self.tile_of(i, [self.tile_words[slot, word] for word in range(3)], slice_of)
+
+    def walk_runs(self, tile: _Tile, begin, visit, carry):
+        """visit(slot, first, stop, carry) for the adapted runs of the chunk that begins there.
+
+        Rows `begin` count from the tile's first, those of a run from `begin`.
+        """
+        end = jnp.minimum(tile.rows, begin + self.layout.chunk)
 
         def run(state):
-            row, slot, run_end, carry = state
-            stop = jnp.minimum(run_end, end)
-            # Read before this run is worked on.
-            following = lax.cond(
-                stop < end, lambda: self.run_at(stop), lambda: (jnp.int32(-1), stop)
-            )
+            row, carry = state
+            word = lax.rem(tile.row, jnp.int32(TILE_WORDS)) + row
+            slot = slot_of(self.place[tile.slot, word])
+            stop = jnp.minimum(self.run_end[tile.slot, word] - tile.row, end)
             carry = lax.cond(
                 slot >= 0,
                 lambda carry: visit(slot, row - begin, stop - begin, carry),
                 lambda carry: carry,
                 carry,
             )
-            return stop, *following, carry
+            return stop, carry
 
-        return lax.while_loop(lambda state: state[0] < end, run, (begin, *head, carry))[-1]
+        return lax.while_loop(lambda state: state[0] < end, run, (jnp.int32(begin), carry))[1]
 
     # The memory warpgroup.
 
@@ -322,11 +427,16 @@ class _Kernel:
 
             return lax.fori_loop(0, tile.k_steps, k_step, step)
 
-        heads = self.chunk_heads(tile)
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)
-        for chunk, head in enumerate(heads):
-            load = functools.partial(self.load_low_rank, tile, chunk)
-            step = self.walk_runs(tile, chunk, head, load, step)
+        if self.layout.terms:
+            plgpu.barrier_wait(self.tile_full.at[tile.slot])
+            size = self.layout.chunk
+
+            def load_chunk(chunk, step):
+                load = functools.partial(self.load_low_rank, tile, chunk * size)
+                return self.walk_runs(tile, chunk * size, load, step)
+
+            step = lax.fori_loop(0, lax.div(tile.rows + size - 1, size), load_chunk, step)
         return step
 
     def acquire(self, step):
@@ -362,10 +472,10 @@ class _Kernel:
             both = source(slice(None), 0, features)
             plgpu.copy_gmem_to_smem(both, self.w_load.at[stage], barrier)
 
-    def load_low_rank(self, tile, chunk, slot, first, stop, step):
+    def load_low_rank(self, tile, begin, slot, first, stop, step):
         del first, stop
         layout = self.layout
-        rows = pl.ds(tile.row + chunk * layout.chunk, layout.chunk)
+        rows = pl.ds(tile.row + begin, layout.chunk)
         for terms, first_rank in layout.steps_of_run():
             stage = self.acquire(step)
             barrier = self.low_rank_full.at[stage]
@@ -393,10 +503,23 @@ class _Kernel:
     # The consumer warpgroups.
 
     def compute_tile(self, tile: _Tile, step, warpgroup):
-        compute = functools.partial(self.compute_rows, tile, warpgroup, self.chunk_heads(tile))
-        return for_height(self.schedule.heights, tile.rows, compute, step)
+        multiply = functools.partial(self.multiply, tile, warpgroup)
+        sums, step = for_height(self.schedule.heights, tile.rows, multiply, step)
+        for number, chunk in enumerate(self.layout.chunks):
+            first = chunk[0]
+            part = tuple(tuple(total[piece.number] for piece in chunk) for total in sums)
+            if self.layout.terms:
+                add = functools.partial(self.add_low_rank, chunk, warpgroup)
+                part, step = self.walk_runs(tile, first.start, add, (part, step))
+            store = functools.partial(self.store, tile, warpgroup, number, chunk, part)
+            if first.start < self.schedule.heights[0]:
+                store()
+            else:
+                pl.when(tile.rows > first.start)(store)
+        return step
 
-    def compute_rows(self, tile, warpgroup, heads, height, step):
+    def multiply(self, tile, warpgroup, height, step):
+        """The base product: each accumulator in pieces, which mean nothing from `height` on."""
         s, layout = self.schedule, self.layout
         blocks = layout.parts * s.blocks
 
@@ -429,15 +552,14 @@ class _Kernel:
             return tuple(accumulator[...] for accumulator in accumulators)
 
         sums = pl.run_scoped(k_loop, *[plgpu.ACC((64, height)) for _ in range(blocks)])
-        step = step + tile.k_steps
-        for chunk, first in enumerate(range(0, height, layout.chunk)):
-            width = min(layout.chunk, height - first)
-            part = tuple(total[:, first : first + width] for total in sums)
-            if layout.terms:
-                add = functools.partial(self.add_low_rank, tile, warpgroup, width)
-                part, step = self.walk_runs(tile, chunk, heads[chunk], add, (part, step))
-            self.store(tile, warpgroup, chunk, part)
-        return step
+
+        def cut(total, piece):
+            if piece.start < height:
+                return total[:, piece.start : piece.start + piece.width]
+            return total[:, : piece.width] + tile.rows.astype(jnp.float32)
+
+        pieces = [piece for chunk in layout.chunks for piece in chunk]
+        return tuple(tuple(cut(t, piece) for piece in pieces) for t in sums), step + tile.k_steps
 
     def block_of(self, warpgroup, i):
         """Which 64-feature block of a stage is accumulator i of a warpgroup."""
@@ -445,13 +567,16 @@ class _Kernel:
         part, block = divmod(i, s.blocks)
         return part * (s.features // 64) + warpgroup * s.blocks + block
 
-    def add_low_rank(self, tile, warpgroup, width, slot, first, stop, carry):
+    def add_low_rank(self, chunk, warpgroup, slot, first, stop, carry):
         del slot
         s, layout = self.schedule, self.layout
         sums, step = carry
-        sums = list(sums)
-        column = plgpu.broadcasted_iota(jnp.int32, (64, width), 1, layout=plgpu.Layout.WGMMA)
-        inside = (column >= first) & (column < stop)
+        sums = [list(total) for total in sums]
+        begin = chunk[0].start
+        inside = [
+            self.between(piece.width, first + begin - piece.start, stop + begin - piece.start)
+            for piece in chunk
+        ]
         for steps in self.terms_in_order():
             accumulators = [
                 (term, i)
@@ -459,26 +584,34 @@ class _Kernel:
                 for i in range(layout.parts * s.blocks)
                 if layout.gate is None or i // s.blocks == layout.part_of_term(term)
             ]
+            places = [(term, i, p) for term, i in accumulators for p in range(len(chunk))]
 
-            def products(*deltas, steps=steps, accumulators=accumulators, step=step):
+            def products(*deltas, steps=steps, places=places, step=step):
                 for j, (terms, _) in enumerate(steps):
                     stage = self.stage_of(step + j)
                     plgpu.barrier_wait(self.low_rank_full.at[stage])
-                    for delta, (term, i) in zip(deltas, accumulators, strict=True):
+                    for delta, (term, i, p) in zip(deltas, places, strict=True):
                         place = terms.index(term)
                         feature = (warpgroup * s.blocks + i % s.blocks) * 64
                         b = self.b.at[stage * layout.b_per_stage + place, :, pl.ds(feature, 64)]
-                        u = self.u_tiles.at[stage * layout.u_per_stage + place, pl.ds(0, width)]
+                        rows = pl.ds(chunk[p].start - begin, chunk[p].width)
+                        u = self.u_tiles.at[stage * layout.u_per_stage + place, rows]
                         plgpu.wgmma(delta, b.T, u.T)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(self.empty.at[stage])
                 return tuple(delta[...] for delta in deltas)
 
-            deltas = pl.run_scoped(products, *[plgpu.ACC((64, width)) for _ in accumulators])
-            for delta, (_, i) in zip(deltas, accumulators, strict=True):
-                sums[i] = jnp.where(inside, sums[i] + delta, sums[i])
+            deltas = [plgpu.ACC((64, chunk[p].width)) for _, _, p in places]
+            for delta, (_, i, p) in zip(pl.run_scoped(products, *deltas), places, strict=True):
+                sums[i][p] = jnp.where(inside[p], sums[i][p] + delta, sums[i][p])
             step = step + len(steps)
-        return tuple(sums), step
+        return tuple(map(tuple, sums)), step
+
+    @staticmethod
+    def between(width, first, stop):
+        """Which columns of [64, width] are in [first, stop)."""
+        column = plgpu.broadcasted_iota(jnp.int32, (64, width), 1, layout=plgpu.Layout.WGMMA)
+        return (column >= first) & (column < stop)
 
     def terms_in_order(self):
         """`steps_of_run` with the rank steps of one term (or one gated set) together."""
@@ -487,24 +620,28 @@ class _Kernel:
             together.setdefault(terms, []).append((terms, first_rank))
         return list(together.values())
 
-    def store(self, tile, warpgroup, chunk, sums):
+    def store(self, tile, warpgroup, number, chunk, sums):
         """Writes the tile's own rows of one chunk: [64 features, rows] turned to [rows, 64]."""
         s, layout = self.schedule, self.layout
-        if layout.gate is not None:
-            # Of the rounded product, as training has it, which keeps the product.
-            sums = [total.astype(layout.dtype).astype(jnp.float32) for total in sums]
-            pairs = zip(sums[: s.blocks], sums[s.blocks :], strict=True)
-            sums = [gated(left, right, layout.gate) for left, right in pairs]
-        rows = sums[0].shape[1]
-        first = chunk * layout.chunk
-        count = jnp.clip(tile.rows - first, 0, rows)
-        for block, total in enumerate(sums):
+        begin, rows = chunk[0].start, sum(piece.width for piece in chunk)
+        count = jnp.clip(tile.rows - begin, 0, rows)
+        for block in range(s.blocks):
             # A tile starts with the first buffer again, so all stores before it must have read.
-            before = chunk * s.blocks + block
+            before = number * s.blocks + block
             buffer = self.out.at[warpgroup, before % s.buffers]
             plgpu.wait_smem_to_gmem(min(before, s.buffers - 1), wait_read_only=True)
-            turned = plgpu.layout_cast(total.astype(layout.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-            buffer.at[pl.ds(0, rows)].T[...] = turned
+            for p, piece in enumerate(chunk):
+                total = sums[block][p]
+                if layout.gate is not None:
+                    # Of the rounded product, as training has it, which keeps the product.
+                    left, right = (
+                        half.astype(layout.dtype).astype(jnp.float32)
+                        for half in (total, sums[s.blocks + block][p])
+                    )
+                    total = gated(left, right, layout.gate)
+                total = total.astype(layout.dtype)
+                turned = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
+                buffer.at[pl.ds(piece.start - begin, piece.width)].T[...] = turned
             plgpu.commit_smem()
             column = tile.feature + (warpgroup * s.blocks + block) * 64
-            store_rows(buffer, self.y, tile.row + first, count, rows, pl.ds(column, 64))
+            store_rows(buffer, self.y, tile.row + begin, count, rows, pl.ds(column, 64))

@@ -7,6 +7,8 @@ cost more than comparisons.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import PIECE, PROGRAMS, tile_height
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    PIECE,
+    PROGRAMS,
+    TILE_WORDS,
+    tile_height,
+    tiles_together,
+)
 
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
 FEW_ROWS = 2048  # up to here all pairs of rows are compared, for everything
@@ -23,21 +31,17 @@ RADIX_ROWS = 16385  # from here on XLA sorts with the radix sort, which is sever
 
 
 class Tiles(NamedTuple):
-    """Tiles of consecutive rows of one group; entries past the count mean nothing.
+    """Tiles of consecutive rows of one group.
 
     Attributes:
-      count: int32, its last element is how many tiles there are.
-      group: the group; the number of groups for rows past them all, which become zeros.
-      row, rows: the first row, and how many.
-      first, of_group: the first tile of the group, and how many it has.
+      count: int32, its last element is how many tiles there are, a multiple of the schedule's
+        `together`; the last ones may have no rows.
+      words: int32 [tiles x TILE_WORDS], of each tile: its first row, how many, and their group (the
+        number of groups for rows past them all, which become zeros).
     """
 
     count: jax.Array
-    group: jax.Array
-    row: jax.Array
-    rows: jax.Array
-    first: jax.Array
-    of_group: jax.Array
+    words: jax.Array
 
 
 class Pieces(NamedTuple):
@@ -51,7 +55,13 @@ class Pieces(NamedTuple):
     row: jax.Array
 
 
-class Tables(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["place", "run_end", "pieces", "tiles"],
+    meta_fields=["in_order"],
+)
+@dataclasses.dataclass(frozen=True)
+class Tables:
     """All about the rows of a layer.
 
     Attributes:
@@ -59,12 +69,14 @@ class Tables(NamedTuple):
         number is the number of groups.
       run_end: int32 [M], where the row's run (rows of one place) ends.
       pieces, tiles: see there.
+      in_order: whether rows are known to be sorted by (group, slot), so that each is one run.
     """
 
     place: jax.Array
     run_end: jax.Array
     pieces: Pieces
     tiles: Tiles
+    in_order: bool = False
 
     @property
     def row_slots(self) -> jax.Array:
@@ -100,9 +112,22 @@ def group_of(place):
     return place >> 16
 
 
-def most_tiles(groups: int, rows: int, height: int) -> int:
+def most_tiles(groups: int, rows: int) -> int:
     """No routing makes more tiles than this."""
-    return min(rows, rows // height + groups + 1)
+    tiles = min(rows, rows // tile_height(rows, groups) + groups + 1)
+    return _whole(tiles, tiles_together(rows, groups))
+
+
+def _whole(count, unit: int):
+    """The count up to the next multiple of the unit."""
+    return (count + (unit - 1)) // unit * unit if unit > 1 else count
+
+
+def _words(row, rows, group):
+    """`Tiles.words`, in one step."""
+    word = np.arange(TILE_WORDS)
+    columns = (value[:, None] for value in (row, rows, group))
+    return jnp.select([word == 0, word == 1, word == 2], list(columns), 0).reshape(-1)
 
 
 def tables(group_sizes, row_slots, groups: int) -> Tables:
@@ -117,14 +142,14 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     ends = group_ends(group_sizes, groups, count)
     group = jnp.sum(ends[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
     place = place_of(group, row_slots, groups)
-    return _tables_in_order(place, ends)
+    return _tables(place, ends, in_order=False)
 
 
-def _tables_in_order(place, ends) -> Tables:
+def _tables(place, ends, in_order: bool) -> Tables:
     row = jnp.arange(place.shape[0], dtype=jnp.int32)
     last = (place != jnp.roll(place, -1)) | (row == place.shape[0] - 1)
     tiles = tiles_of_groups(ends, place.shape[0])
-    return Tables(place, _next_marked(last, row) + 1, _pieces(place), tiles)
+    return Tables(place, _next_marked(last, row) + 1, _pieces(place), tiles, in_order)
 
 
 def _pieces(place) -> Pieces:
@@ -162,7 +187,10 @@ def _next_marked(marked, row):
 
 
 def tiles_of_groups(ends, rows: int) -> Tiles:
-    """Cuts each group, and the rows past them all, into tiles of equal height (give or take 1)."""
+    """Cuts each group, and the rows past them all, into tiles of equal height (give or take 1).
+
+    Tall tiles first: then programs, which take them in turns, end at about the same time.
+    """
     groups = ends.shape[0]
     height = tile_height(rows, groups)
     begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
@@ -170,14 +198,23 @@ def tiles_of_groups(ends, rows: int) -> Tiles:
     sizes = ends - begins
     tiles = lax.div(sizes + (height - 1), jnp.int32(height))
     index = jnp.arange(groups + 1)
-    tile_ends = jnp.sum(jnp.where(index[:, None] >= index, tiles, 0), axis=1, dtype=jnp.int32)
-    tile = jnp.arange(most_tiles(groups, rows, height), dtype=jnp.int32)
-    group = jnp.sum(tile_ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, groups)
-    of_group = tiles[group]
-    first = tile_ends[group] - of_group
-    offset, size = _equal_cut(sizes[group], of_group, tile - first)
-    return Tiles(tile_ends, group, begins[group] + offset, size, first, of_group)
+    tall = lax.div(sizes, jnp.maximum(tiles, 1)).at[groups].set(-1)
+    before = (tall[None, :] > tall[:, None]) | (
+        (tall[None, :] == tall[:, None]) & (index[None, :] <= index[:, None])
+    )
+    # Of each group, in its own order.
+    tile_ends = jnp.sum(jnp.where(before, tiles, 0), axis=1, dtype=jnp.int32)
+    tile = jnp.arange(most_tiles(groups, rows), dtype=jnp.int32)
+    mine = (tile[:, None] < tile_ends) & (tile[:, None] >= tile_ends - tiles)
+    group = jnp.max(jnp.where(mine, index, -1), axis=1)
+    offset, size = _equal_cut(sizes[group], tiles[group], tile - (tile_ends - tiles)[group])
+    used = group >= 0
+    words = _words(
+        jnp.where(used, begins[group] + offset, 0),
+        jnp.where(used, size, 0),
+        jnp.where(used, group, groups),
+    )
+    return Tiles(_whole(jnp.sum(tiles)[None], tiles_together(rows, groups)), words)
 
 
 def _equal_cut(size, pieces, piece):
@@ -212,7 +249,7 @@ def route(groups: int, slots: int, group, token_slots) -> Route:
             axis=1,
             dtype=jnp.int32,
         )
-        tables = _tables_in_order(place[order], ends)
+        tables = _tables(place[order], ends, in_order=True)
     return Route(token, position.reshape(tokens, choices), tables)
 
 
@@ -225,7 +262,7 @@ def _unsorted(place) -> Tables:
     # Constants, which cost no launch.
     row = np.arange(place.shape[0], dtype=np.int32)
     one, end = np.ones_like(row), row + 1
-    tiles = Tiles(end, group_of(place), row, one, row, one)
+    tiles = Tiles(end, _words(row, one, group_of(place)))
     return jax.tree.map(jnp.asarray, Tables(place, end, Pieces(row, row), tiles))
 
 
@@ -259,19 +296,19 @@ def _route_few(groups, slots, place, choices):
     tile_of_row = _number(jnp.where(is_first, position, count)[None, :] < position[:, None])
     order, tile_of_row = lax.optimization_barrier((order, tile_of_row))
     # Third: each tile's first row.
-    tile = jnp.arange(most_tiles(groups, count, height), dtype=jnp.int32)
-    start = _marked_row(jnp.where(is_first, tile_of_row, -1), tile)
+    tile = jnp.arange(most_tiles(groups, count), dtype=jnp.int32)
+    number = jnp.where(is_first, tile_of_row, -1)
+    start = _marked_row(number, tile)
     start = lax.optimization_barrier(start)
-    tiles = Tiles(
-        (tile_of_row + is_first)[order],
-        group[start],
+    used = number[start] == tile
+    words = _words(
         position[start],
-        jnp.minimum(end - position, height)[start],
-        (tile_of_row - piece)[start],
-        lax.div(end - begin + (height - 1), jnp.int32(height))[start],
+        jnp.where(used, jnp.minimum(end - position, height)[start], 0),
+        jnp.where(used, group[start], groups),
     )
+    tiles = Tiles(_whole((tile_of_row + is_first)[order], tiles_together(count, groups)), words)
     place = place[order]
-    tables = Tables(place, run_end[order], _pieces(place), tiles)
+    tables = Tables(place, run_end[order], _pieces(place), tiles, in_order=True)
     return lax.div(order, jnp.int32(choices)), position, tables
 
 

@@ -11,6 +11,10 @@ import math
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 SHARED_MEMORY = 227 * 1024 - 1024  # bytes a program may use, less its barriers
 CHUNK = 32  # rows added and stored at once
+TILES = 2  # tiles whose words are in shared memory
+TILE_WORDS = 4  # of the table of tiles, 16 bytes: copies begin at multiples of it
+LINE = 32  # words of the copy engine's alignment, 128 bytes
+TALLEST = 144  # rows of a tile: with more, four stages do not fit
 PIECE = 64  # rows of a run that one unit of a shrink takes at most
 SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
 
@@ -26,8 +30,8 @@ class ProductSchedule:
       stages: depth of the ring.
       buffers: output buffers of 32 rows of each consumer.
       programs: persistent programs, at most one for each multiprocessor.
-      together: whether tiles of one group follow each other for one slice of features, so that
-        they read W at the same time; else the slices of one tile follow each other.
+      together: tiles that follow each other for one slice of features, so that those of one
+        group read W at the same time.
     """
 
     blocks: int
@@ -36,7 +40,7 @@ class ProductSchedule:
     stages: int
     buffers: int
     programs: int
-    together: bool
+    together: int
 
     @property
     def features(self) -> int:
@@ -74,10 +78,11 @@ def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> Prod
         active = groups * (1 - (1 - 1 / groups) ** rows)
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
         consumers = 1 if narrow > wide + 0.02 else 2
-    buffers = min(4, 2 * blocks * -(-heights[-1] // CHUNK))
+    buffers = min(4, 2 * blocks * -(-heights[-1] // CHUNK)) if heights[-1] <= 128 else 2
     w_rows = parts * blocks * consumers * 64
     stage = (w_rows + max(heights[-1], CHUNK)) * 128
-    free = SHARED_MEMORY - consumers * buffers * min(CHUNK, heights[-1]) * 128
+    words = TILES * 4 * (LINE + 2 * whole_lines(heights[-1] + TILE_WORDS))
+    free = SHARED_MEMORY - words - consumers * buffers * min(CHUNK, heights[-1]) * 128
     tiles = most_tiles * -(-width // (64 * blocks * consumers))
     return ProductSchedule(
         blocks,
@@ -86,8 +91,19 @@ def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> Prod
         min(12, free // stage),
         buffers,
         min(PROGRAMS, tiles),
-        together=mean > 12,
+        tiles_together(rows, groups),
     )
+
+
+def tiles_together(rows: int, groups: int) -> int:
+    """How many tiles a group of mean size has, at most 8."""
+    mean = rows / groups
+    return max(1, min(8, round(mean / _heights(mean)[-1])))
+
+
+def whole_lines(words: int) -> int:
+    """Words of shared memory that hold so many and end with a line."""
+    return -(-words // LINE) * LINE
 
 
 def _last_wave(tiles: float) -> float:
@@ -112,8 +128,11 @@ def _heights(mean: float) -> tuple[int, ...]:
     ):
         if mean <= limit:
             return heights
-    # Groups are cut into equal tiles of 64 to 128 rows, full ones mostly when groups are large.
-    return (96, 112, 128) if mean <= 512 else (112, 120, 128)
+    # Groups are cut into equal tiles. Sizes vary by about the root of the mean: the tallest tile
+    # fits two such deviations, so that few groups take a tile more than the others.
+    large = mean + 2 * math.sqrt(mean)
+    tallest = math.ceil(large / math.ceil(large / TALLEST) / 8) * 8
+    return tallest - 16, tallest - 8, tallest
 
 
 def rank_tile(rank: int) -> int:

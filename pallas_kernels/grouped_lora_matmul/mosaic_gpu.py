@@ -99,12 +99,34 @@ def shrink(x, tables: Tables, factors, starts, scalings):
     return tuple(u)
 
 
-def outer(left, right, tables: Tables, shape):
+def outer(left, right, start, width, tables: Tables, shape):
     """The sum of left[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
     slots, groups = shape
-    left = jnp.asarray(left)
     rank = left.shape[1]
     left = jnp.pad(left, ((0, 0), (0, -rank % 64)))
+    if tables.in_order and groups > 1:
+        total = outer_kernel(left, right, start, width, *_runs_of_buckets(tables, shape), rank)
+    else:
+        total = _outer_in_any_order(left, right, start, width, tables, shape, rank)
+    return total.reshape(slots, groups, rank, width)
+
+
+def _runs_of_buckets(tables: Tables, shape):
+    """Where each bucket's only run begins and ends; 0 and 0 for none."""
+    slots, groups = shape
+    row = jnp.arange(tables.place.shape[0], dtype=jnp.int32)
+    first = (row == 0) | (tables.place != jnp.roll(tables.place, 1))
+    bucket = tables.row_slots * groups + tables.group_of_row
+    index = jnp.where(first & (tables.row_slots >= 0), bucket, slots * groups)
+    return tuple(
+        jnp.zeros(slots * groups, jnp.int32).at[index].set(value, mode="drop", unique_indices=True)
+        for value in (row, tables.run_end)
+    )
+
+
+def _outer_in_any_order(left, right, start, width, tables: Tables, shape, rank):
+    """Sorts the rows by bucket first if they are not."""
+    slots, groups = shape
     slot = tables.row_slots
     group = tables.group_of_row if groups > 1 else jnp.zeros_like(slot)
     adapted = slot >= 0
@@ -116,18 +138,17 @@ def outer(left, right, tables: Tables, shape):
 
     def summed(left, right, key):
         bucket = 2 * (jnp.arange(groups)[None, :] * slots + jnp.arange(slots)[:, None])
-        bucket = bucket.reshape(-1).astype(jnp.int32)
-        begin = jnp.sum(key[None, :] < bucket[:, None], axis=1, dtype=jnp.int32)
-        end = jnp.sum(key[None, :] <= bucket[:, None], axis=1, dtype=jnp.int32)
-        return outer_kernel(left, right, begin, end, rank)
+        bucket = bucket.reshape(-1, 1).astype(jnp.int32)
+        begin = jnp.sum(key[None, :] < bucket, axis=1, dtype=jnp.int32)
+        end = jnp.sum(key[None, :] <= bucket, axis=1, dtype=jnp.int32)
+        return outer_kernel(left, right, start, width, begin, end, rank)
 
     def sorted_first(left, right, key):
         key = jnp.where(adapted, key, 2 * groups * slots)
         order = jnp.argsort(key, stable=True)
         return summed(left[order], right[order], key[order])
 
-    total = lax.cond(in_order, summed, sorted_first, left, right, key)
-    return total.reshape(slots, groups, rank, right.shape[1])
+    return lax.cond(in_order, summed, sorted_first, left, right, key)
 
 
 def _whole_ranks(factor: jax.Array) -> jax.Array:

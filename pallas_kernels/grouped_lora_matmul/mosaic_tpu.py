@@ -6,6 +6,7 @@ The backend interface is described in `differentiable.py`.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.grouped_lora_matmul import tpu_schedule, tpu_tasks
 from pallas_kernels.grouped_lora_matmul.tpu_outer import outer_kernel
@@ -82,6 +83,11 @@ def route(groups: int, slots: int, group, token_slots) -> Route:
     del slots
     found = sort_rows(groups, group, token_slots)
     return Route(found.token, found.position, tables(found.group_sizes, found.row_slots, groups))
+
+
+def gather(x, index):
+    """x[index] for rows."""
+    return x[index]
 
 
 def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):
@@ -176,10 +182,11 @@ def shrink(x, tables: Tables, factors, starts, scalings):
     )
 
 
-def outer(left, right, tables: Tables, shape):
+def outer(left, right, start, width, tables: Tables, shape):
     """The sum of left[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
     slots, groups = shape
-    (rows, rank), width = left.shape, right.shape[1]
+    right = lax.slice_in_dim(right, start, start + width, axis=1)
+    rows, rank = left.shape
     if rows == 0:
         return jnp.zeros((*shape, rank, width), jnp.float32)
     ends = tables.ends if groups > 1 else tables.ends[-1:]

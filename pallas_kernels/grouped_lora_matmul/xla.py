@@ -188,12 +188,13 @@ def _expand_rows(y, u, factor, index):
     return y
 
 
-def outer(left, right, tables: Tables, shape):
+def outer(left, right, start, width, tables: Tables, shape):
     """See `differentiable.py`.
 
     Rows are sorted by bucket and multiplied tile by tile in that order, so the sum's order is
     fixed, no scatter is needed, and a bucket never sees another bucket's rows.
     """
+    right = lax.slice_in_dim(right, start, start + width, axis=1)
     rows, buckets = left.shape[0], shape[0] * shape[1]
     if rows == 0:
         return jnp.zeros((*shape, left.shape[1], right.shape[1]), left.dtype)

@@ -148,7 +148,7 @@ def test_a_poisoned_slot_reaches_no_other_low_rank_input_or_gradient():
     left = rng.standard_normal((ROWS, 4)).astype(np.float32)
     sizes = np.array(SIZES, np.int32)
     shrink = jitted("shrink", starts=(0,), scalings=(None,))
-    outer = jitted("outer", shape=(4, 3))
+    outer = jitted("outer", start=0, width=40, shape=(4, 3))
     (u,) = shrink(x, sizes, SLOTS, (factor,), races=False)
     sums = outer(left, x, sizes, SLOTS, races=False)
     x[SLOTS == 2] = np.nan

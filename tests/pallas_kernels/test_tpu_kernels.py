@@ -158,18 +158,22 @@ def test_shrink(batch):
         assert_close(u[adapted], exact[adapted], "float32")
 
 
-@pytest.mark.parametrize("groups", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "groups, start",
+    [(3, 25), pytest.param(1, 0, marks=pytest.mark.slow), pytest.param(3, 9, marks=pytest.mark.slow)],
+)
 @settings(max_examples=5, deadline=None)
 @given(batch=batches(40, 3, 4))
-def test_outer(groups, batch):
+def test_outer(groups, start, batch):
     rng = np.random.default_rng(0)
     left = rng.standard_normal((40, 5)).astype(np.float32)
-    right = rng.standard_normal((40, 33)).astype(np.float32)
+    right = rng.standard_normal((40, 50)).astype(np.float32)
     absent = (groups_of_rows(batch[0], 40) < 0) | (batch[1] < 0)
     left[absent], right[absent] = np.nan, np.inf
-    found = jitted("outer", shape=(4, groups))(left, right, *batch)
+    static = dict(start=start, width=25, shape=(4, groups))
+    found = jitted("outer", **static)(left, right, *batch)
     assert found.dtype == np.float32
-    assert_close(found, tpu_interpreter.outer(left, right, *batch, (4, groups)), "float32")
+    assert_close(found, tpu_interpreter.outer(left, right, *batch, **static), "float32")
 
 
 def test_no_rows():
@@ -179,7 +183,7 @@ def test_no_rows():
     x, _, sizes, slots, u, factors = arguments
     (low,) = jitted("shrink", starts=(0,), scalings=(None,))(x, sizes, slots, factors[:1])
     assert low.shape == (0, 4)
-    sums = jitted("outer", shape=(4, 3))(u[0], x, sizes, slots)
+    sums = jitted("outer", start=0, width=40, shape=(4, 3))(u[0], x, sizes, slots)
     assert sums.shape == (4, 3, 4, 40) and not sums.any()
 
 

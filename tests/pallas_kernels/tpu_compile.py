@@ -69,7 +69,8 @@ def calls(shape, tokens: int, dtype, rank: int, slots: int):
         return mosaic_tpu.shrink(x, tables, factors, starts, scalings)
 
     def outer(left, right, sizes, row_slots, shape):
-        return mosaic_tpu.outer(left, right, mosaic_tpu.tables(sizes, row_slots, groups), shape)
+        tables = mosaic_tpu.tables(sizes, row_slots, groups)
+        return mosaic_tpu.outer(left, right, 0, right.shape[1], tables, shape)
 
     for name, width, starts, part in (
         ("shrink", hidden, (0, 0), hidden),

@@ -40,12 +40,14 @@ def jitted(name: str, schedule: ProductSchedule | None = None, groups: int | Non
     """
     function = functools.partial(getattr(mosaic_tpu, name), **static)
     before = 1 if name == "shrink" else 2  # arguments before the tables
+    after = {"product": ("u", "factors"), "shrink": ("factors",), "outer": ()}[name]
 
     @jax.jit
     def compiled(*arguments, **arrays):
         sizes, slots = arguments[before : before + 2]
         tables = mosaic_tpu.tables(sizes, slots, groups or len(sizes))
-        return function(*arguments[:before], tables, *arguments[before + 2 :], **arrays)
+        arrays |= zip(after, arguments[before + 2 :], strict=True)
+        return function(*arguments[:before], tables=tables, **arrays)
 
     def run(*arguments, races: bool = True, **arrays):
         with interpreter(schedule, races):
@@ -99,9 +101,10 @@ def shrink(x, group_sizes, row_slots, factors, starts, scalings):
     return tuple(found)
 
 
-def outer(left, right, group_sizes, row_slots, shape):
+def outer(left, right, group_sizes, row_slots, *, start, width, shape):
     """`outer` of the backend interface in float64."""
-    sums = np.zeros((*shape, left.shape[1], right.shape[1]))
+    right = right[:, start : start + width]
+    sums = np.zeros((*shape, left.shape[1], width))
     for row, group in enumerate(groups_of_rows(group_sizes, len(left))):
         if group >= 0 and row_slots[row] >= 0:
             bucket = row_slots[row], group if shape[1] > 1 else 0

@@ -1,0 +1,124 @@
+"""Compiles the Hopper kernels for an H200 ahead of time, without a GPU; each ends with a report.
+
+    python -m tests.pallas_kernels.gpu_compile qwen3-30b-a3b 64 16 "gate_up gated,shrink"
+
+Arguments: a named expert shape, tokens, a rank, and which calls (all if left out). A report is a
+line of JSON after what ptxas said about the call. Runs in a process of its own: plug-ins read the
+settings from the environment when jax starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there are no CUDA libraries
+    "MOSAIC_GPU_DUMP_PTXAS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+# The description of a real H200, as XLA dumped it there.
+TARGET = Path(__file__).parents[1] / "golden" / "h200.txtpb"
+REPORT = "REPORT "  # starts a line
+
+
+def calls(shape, tokens: int, rank: int, slots: int = 8):
+    """Yields (name, function, argument shapes) of everything one layer runs."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.grouped_lora_matmul import mosaic_gpu
+    from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
+    from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, packed_columns
+
+    def array(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    rows, groups = tokens * shape.top_k, shape.experts
+    hidden, wide = shape.hidden, shape.intermediate
+    number = functools.partial(array, dtype=jnp.int32)
+    tables = jax.eval_shape(
+        functools.partial(mosaic_gpu.tables, groups=groups), number(groups), number(rows)
+    )
+
+    def factor(width):
+        return array(slots, groups, rank, width)
+
+    def product(k, n, starts, widths, contract, gate=None):
+        first, owned = packed_columns((rank,) * max(1, len(starts)))
+        low = array(rows, -(-(first[-1] + owned[-1]) // 64) * 64)
+        u = tuple(Columns(low, begin, rank) for begin in first[: len(starts)])
+        w = array(groups, n, k) if contract == 2 else array(groups, k, n)
+        static = dict(starts=starts, contract=contract, gate=gate)
+        function = functools.partial(mosaic_gpu.product, **static)
+        return function, (array(rows, k), w, tables, u, tuple(map(factor, widths)))
+
+    both = (0, wide), (wide, wide)
+    yield "gate_up gated", *product(hidden, 2 * wide, *both, 2, shape.gate)
+    yield "gate_up", *product(hidden, 2 * wide, *both, 2)
+    yield "down", *product(wide, hidden, (0,), (hidden,), 2)
+    yield "gate_up backward", *product(2 * wide, hidden, (0, 0), (hidden, hidden), 1)
+    yield "down backward", *product(hidden, wide, (0,), (wide,), 1)
+    yield "gate_up without adapters", *product(hidden, 2 * wide, (), (), 2, shape.gate)
+
+    def shrink(x, tables, factors, scalings):
+        return mosaic_gpu.shrink(x, tables, factors, (0,) * len(factors), scalings)
+
+    scaling = array(slots, groups, dtype=jnp.float32)
+    yield "shrink", shrink, (array(rows, hidden), tables, (factor(hidden),) * 2, (scaling,) * 2)
+    yield "shrink down", shrink, (array(rows, wide), tables, (factor(wide),), (scaling,))
+
+    def outer(left, right, begins, ends):
+        return outer_kernel(left, right, 0, right.shape[1], begins, ends, rank)
+
+    low = array(rows, -(-rank // 64) * 64)
+    yield "outer", outer, (low, array(rows, hidden), *(number(slots * groups),) * 2)
+
+
+def main(name: str, tokens: str, rank: str, only: str = ""):
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from pallas_kernels.shapes import EXPERT_SHAPES
+
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="1x1x1",
+        topology="1x1x1",
+        target_config=TARGET.read_text(),
+    )
+    mesh = Mesh(np.array(topology.devices), ("gpu",))
+    here = NamedSharding(mesh, PartitionSpec())
+
+    def placed(array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here)
+
+    for call, function, arguments in calls(EXPERT_SHAPES[name], int(tokens), int(rank)):
+        if only and call not in only.split(","):
+            continue
+        start = time.perf_counter()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            compiled = (
+                jax.jit(function, out_shardings=here)
+                .trace(*jax.tree.map(placed, arguments))
+                .lower()
+                .compile()
+            )
+        report = {
+            "call": call,
+            "seconds": round(time.perf_counter() - start, 2),
+            "kernels": compiled.as_text().count('custom_call_target="mosaic_gpu'),
+        }
+        print("\n" + REPORT + json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.update(SETTINGS)
+    main(*sys.argv[1:])

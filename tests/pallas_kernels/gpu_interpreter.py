@@ -1,0 +1,254 @@
+"""The Hopper kernels on a CPU: random calls in Pallas's Mosaic GPU interpreter.
+
+The interpreter checks every access to memory for races, and fills memory that nobody wrote with
+NaN. It knows no layouts, no registers and no limits of memory: compiling finds those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels.grouped_lora_matmul import gpu_gather, gpu_outer, gpu_rows
+from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import product_schedule, shrink_schedule
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, packed_columns, shrink_kernel
+from tests.pallas_kernels import tpu_interpreter as definition
+from tests.pallas_kernels.tpu_interpreter import groups_of_rows
+
+PROGRAMS = 2  # of each kernel: the interpreter runs them after each other
+DEVICE = AbstractMesh(
+    (), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=PROGRAMS, platform="gpu")
+)
+
+
+@contextlib.contextmanager
+def interpreter():
+    """Interprets the one kernel that runs inside, and fails if it races."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+
+    params = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
+    ended = functools.partialmethod(_deallocate, shared_memory.Barrier.deallocate)
+    try:
+        with (
+            use_abstract_mesh(DEVICE),
+            plgpu.force_gpu_interpret_mode(params),
+            mock.patch.object(shared_memory.Barrier, "deallocate", ended),
+        ):
+            yield
+        assert not gpu_callbacks.get_races().races_found, "the kernel races: see the output"
+    finally:
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def _deallocate(barrier, original):
+    """Lets a kernel end with stages that were released and that nobody fills again.
+
+    The hardware does not mind. The interpreter takes it for a wait that is missing.
+    """
+    with barrier.cv:
+        if barrier.ref_count == 1:
+            barrier.last_observed_phase_by_thread.clear()
+    original(barrier)
+
+
+def interpret(function, *arguments):
+    """Results of a jitted function with one kernel, as NumPy arrays."""
+    with interpreter():
+        return jax.tree.map(np.asarray, function(*arguments))
+
+
+@functools.cache
+def tables_of(groups: int):
+    return jax.jit(functools.partial(gpu_rows.tables, groups=groups))
+
+
+def normal(rng, *shape, scale=1.0):
+    return (scale * rng.standard_normal(shape)).astype(jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One low-rank term; shared: one factor for all groups."""
+
+    start: int
+    width: int
+    rank: int = 8
+    shared: bool = False
+
+    def factor(self, rng, slots, groups):
+        return normal(rng, slots, 1 if self.shared else groups, self.rank, self.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductCase:
+    """Static sizes of a product; `cut` replaces parts of its schedule."""
+
+    rows: int
+    k: int
+    n: int
+    terms: tuple[Term, ...] = ()
+    contract: int = 2
+    gate: Gate | None = None
+    groups: int = 4
+    slots: int = 3
+    cut: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def starts(self):
+        return tuple(term.start for term in self.terms)
+
+    @functools.cached_property
+    def compiled(self):
+        parts = 1 if self.gate is None else 2
+        schedule = product_schedule(self.rows, self.groups, self.n // parts, parts)
+        cut = dict(programs=PROGRAMS, stages=min(schedule.stages, 3)) | dict(self.cut)
+        schedule = dataclasses.replace(schedule, **cut)
+        first, _ = packed_columns(tuple(term.rank for term in self.terms) or (8,))
+
+        @jax.jit
+        def product(tables, x, w, u, factors):
+            columns = tuple(
+                Columns(u, start, term.rank)
+                for start, term in zip(first, self.terms, strict=bool(self.terms))
+            )
+            terms = Terms(columns, factors) if factors else None
+            return product_kernel(
+                tables, x, w, terms, self.starts, schedule, self.contract, self.gate,
+                interpreted=True,
+            )  # fmt: skip
+
+        return product
+
+    def arguments(self, group_sizes, row_slots, seed=0):
+        """x, w, group_sizes, row_slots, u, factors; what nobody may read is NaN."""
+        rng = np.random.default_rng(seed)
+        group = groups_of_rows(group_sizes, self.rows)
+        x = normal(rng, self.rows, self.k)
+        x[group < 0] = np.nan
+        shape = (self.n, self.k) if self.contract == 2 else (self.k, self.n)
+        w = normal(rng, self.groups, *shape, scale=self.k**-0.5)
+        w[np.asarray(group_sizes) == 0] = np.nan
+        u = [normal(rng, self.rows, term.rank) for term in self.terms]
+        for low in u:
+            low[(row_slots < 0) | (group < 0)] = np.nan
+        factors = [term.factor(rng, self.slots, self.groups) for term in self.terms]
+        return x, w, group_sizes, row_slots, tuple(u), tuple(factors)
+
+    def packed(self, u):
+        """u of all terms in one array: zeros past a term's ranks, NaN past what it owns."""
+        first, owned = packed_columns(tuple(term.rank for term in self.terms))
+        width = -(-(first[-1] + owned[-1]) // 64) * 64
+        array = np.full((self.rows, width), np.nan, jnp.bfloat16)
+        for low, start, size in zip(u, first, owned, strict=True):
+            array[:, start : start + size] = 0
+            array[:, start : start + low.shape[1]] = low
+        return array
+
+    def run(self, x, w, group_sizes, row_slots, u, factors):
+        tables = tables_of(self.groups)(group_sizes, row_slots)
+        u = self.packed(u) if self.terms else ()
+        return interpret(self.compiled, tables, x, w, u, factors)
+
+    def expect(self, *arguments):
+        return definition.product(*arguments, self.starts, contract=self.contract, gate=self.gate)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShrinkCase:
+    """Static sizes of a shrink of the columns [start, start + width) of x."""
+
+    rows: int
+    k: int
+    ranks: tuple[int, ...]
+    start: int = 0
+    width: int = 0
+    shared: tuple[bool, ...] = ()
+    groups: int = 4
+    slots: int = 3
+    by_run: bool = False
+
+    @functools.cached_property
+    def compiled(self):
+        first, owned = packed_columns(self.ranks)
+        # Many rows are shrunk piece by piece of their runs.
+        rows = 10_000 if self.by_run else self.rows
+        schedule = shrink_schedule(rows, -(-(first[-1] + owned[-1]) // 64))
+        schedule = dataclasses.replace(schedule, programs=PROGRAMS, stages=2)
+
+        @jax.jit
+        def shrink(x, tables, factors, scalings):
+            width = self.width or self.k
+            u = shrink_kernel(
+                x, tables, factors, scalings, self.start, width, schedule, interpreted=True
+            )
+            return u[0].array
+
+        return shrink
+
+    def arguments(self, group_sizes, row_slots, seed=0):
+        rng = np.random.default_rng(seed)
+        x = normal(rng, self.rows, self.k)
+        x[(groups_of_rows(group_sizes, self.rows) < 0) | (row_slots < 0)] = np.nan
+        width = self.width or self.k
+        shared = self.shared or (False,) * len(self.ranks)
+        terms = [Term(0, width, *term) for term in zip(self.ranks, shared, strict=True)]
+        factors = tuple(term.factor(rng, self.slots, self.groups) for term in terms)
+        scalings = tuple(
+            rng.standard_normal(factor.shape[:2]).astype(np.float32) for factor in factors
+        )
+        return x, group_sizes, row_slots, factors, scalings
+
+    def run(self, x, group_sizes, row_slots, factors, scalings):
+        """u of each term, and the zeros that follow each: what a product reads."""
+        tables = tables_of(self.groups)(group_sizes, row_slots)
+        if self.by_run:
+            tables = dataclasses.replace(tables, pieces=pieces_of(tables))
+        u = interpret(self.compiled, x, tables, factors, scalings)
+        first, owned = packed_columns(self.ranks)
+        return tuple(u[:, begin : begin + size] for begin, size in zip(first, owned, strict=True))
+
+    def expect(self, *arguments):
+        starts = (self.start,) * len(self.ranks)
+        x, group_sizes, row_slots, factors, scalings = arguments
+        return definition.shrink(x, group_sizes, row_slots, factors, starts, scalings)
+
+
+def pieces_of(tables):
+    """The pieces of so few rows that the tables have none; see `gpu_rows.Pieces`."""
+    place = np.asarray(tables.place)
+    row = np.arange(len(place))
+    starts = (place != np.roll(place, 1)) | (row % gpu_rows.PIECE == 0)
+    found = np.flatnonzero(starts & (tables.row_slots >= 0)).astype(np.int32)
+    return gpu_rows.Pieces(np.array([len(found)], np.int32), np.pad(found, (0, 1)))
+
+
+@functools.cache
+def outer_compiled(start: int, width: int, rank: int):
+    @jax.jit
+    def outer(left, right, begins, ends):
+        return outer_kernel(left, right, start, width, begins, ends, rank, interpreted=True)
+
+    return outer
+
+
+def outer(left, right, start, width, begins, ends, rank):
+    """`outer_kernel` in few programs."""
+    with mock.patch.object(gpu_outer, "PROGRAMS", PROGRAMS):
+        return interpret(outer_compiled(start, width, rank), left, right, begins, ends)
+
+
+def gather(x, index):
+    """`gather_rows` in few programs."""
+    with mock.patch.object(gpu_gather, "PROGRAMS", PROGRAMS):
+        return interpret(jax.jit(gpu_gather.gather_rows), x, index)

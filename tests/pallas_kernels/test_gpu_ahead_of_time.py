@@ -1,0 +1,73 @@
+"""ptxas compiles the kernels for the H200 at real models' shapes, without a GPU.
+
+It refuses what the interpreter accepts: layouts that the hardware does not have, too much shared
+memory. And it tells of spilled registers and serialized tensor core instructions, which are slow.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.shapes import DECODE_TOKENS, EXPERT_SHAPES, PREFILL_TOKENS
+from tests.pallas_kernels.gpu_compile import REPORT, SETTINGS
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None
+    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
+)
+CALLS = 9
+SPILL = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def compile_all(name, tokens, rank, only=""):
+    """What ptxas said, and the report, of each call of `gpu_compile`."""
+    command = [sys.executable, "-m", "tests.pallas_kernels.gpu_compile", name]
+    run = subprocess.run(
+        [*command, str(tokens), str(rank), only],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | SETTINGS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+    *said, rest = re.split(f"^{REPORT}(.*)$", run.stdout, flags=re.MULTILINE)
+    assert not rest.strip()
+    reports = list(zip(said[::2], map(json.loads, said[1::2]), strict=True))
+    assert len(reports) == (len(only.split(",")) if only else CALLS)
+    return reports
+
+
+def check(reports):
+    for said, report in reports:
+        assert report["kernels"] == 1, report
+        spills = SPILL.findall(said)
+        assert len(spills) == 1, said
+        assert spills == [("0", "0")], (report, said)
+        assert "serialized" not in said, (report, said)
+
+
+def test_decode():
+    check(compile_all("qwen3-30b-a3b", DECODE_TOKENS, 16, "gate_up gated,shrink"))
+
+
+def test_prefill():
+    check(compile_all("qwen3-30b-a3b", PREFILL_TOKENS, 16, "gate_up backward,outer"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("tokens", [DECODE_TOKENS, PREFILL_TOKENS])
+@pytest.mark.parametrize("name", EXPERT_SHAPES)
+def test_named_shapes(name, tokens, rank):
+    check(compile_all(name, tokens, rank))

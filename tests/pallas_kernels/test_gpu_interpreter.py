@@ -1,0 +1,225 @@
+"""The Hopper kernels in the interpreter, with race detection, against the interface's definition.
+
+Wherever the interface lets memory hold anything, or nobody may read it, it holds NaN.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gate import Gate
+
+if not hasattr(plgpu, "force_gpu_interpret_mode"):
+    pytest.skip("the Mosaic GPU interpreter needs jax >= 0.11", allow_module_level=True)
+
+from tests.pallas_kernels import gpu_interpreter
+from tests.pallas_kernels.gpu_interpreter import ProductCase, ShrinkCase, Term, normal
+from tests.pallas_kernels.tpu_cases import batches
+from tests.pallas_kernels.tpu_interpreter import groups_of_rows
+
+# Every call takes seconds: looking for a smaller failing one would take minutes.
+QUICK = settings(deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+GPT_OSS = Gate(7.0, 1.702, 1.0)
+PRODUCTS = {
+    "two parts": ProductCase(20, 128, 192, (Term(0, 128, 24), Term(128, 64, 8, shared=True))),
+    "gated": ProductCase(20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8)), gate=Gate()),
+    "backward": ProductCase(20, 128, 128, (Term(0, 128, 40), Term(0, 128, 8)), contract=1),
+}
+SLOW_PRODUCTS = {
+    "no adapters": ProductCase(20, 136, 72),
+    "one row": ProductCase(1, 64, 64, (Term(0, 64),), groups=1, slots=1),
+    "gpt-oss gate": ProductCase(
+        20, 64, 256, (Term(0, 128, 40), Term(128, 128, 40, shared=True)), gate=GPT_OSS
+    ),
+    "gate of one term": ProductCase(20, 64, 128, (Term(64, 64, 80),), gate=Gate()),
+    "ranks past one step": ProductCase(20, 64, 128, (Term(0, 128, 80), Term(64, 64, 16))),
+    "several chunks of a tile": ProductCase(40, 64, 128, (Term(0, 128, 16),), groups=1),
+    "tiles together": ProductCase(40, 64, 192, (Term(0, 192, 8),), groups=2, slots=2),
+    "two blocks, one consumer": ProductCase(
+        20, 128, 192, (Term(0, 192, 16),), cut=(("blocks", 2), ("consumers", 1))
+    ),
+    "three consumers": ProductCase(20, 64, 192, (Term(0, 192, 16),), cut=(("consumers", 3),)),
+    "backward of parts": ProductCase(
+        24, 192, 64, (Term(0, 64, 80), Term(0, 64, 24, shared=True)), contract=1
+    ),
+}
+SHRINKS = {
+    "blocks of rows": ShrinkCase(20, 192, (8, 24), shared=(False, True)),
+    "pieces of runs": ShrinkCase(40, 192, (40, 16), by_run=True),
+}
+SLOW_SHRINKS = {
+    "some columns": ShrinkCase(20, 320, (80,), start=64, width=128),
+    "many ranks": ShrinkCase(20, 128, (80, 80, 8)),
+    "long runs": ShrinkCase(80, 64, (16,), groups=2, slots=2, by_run=True),
+    "one row": ShrinkCase(1, 64, (8,), groups=1, slots=1),
+}
+
+
+def assert_close(found, expected):
+    """Within bfloat16's rounding of the result; sums are of float32."""
+    found = np.asarray(found, np.float64)
+    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2 * np.abs(expected).max())
+
+
+def check_product(case: ProductCase, batch, seed=0):
+    arguments = case.arguments(*batch, seed)
+    assert_close(case.run(*arguments), case.expect(*arguments))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@settings(QUICK, max_examples=2)
+@given(data=st.data())
+def test_product(name, data):
+    case = PRODUCTS[name]
+    check_product(case, data.draw(batches(case.rows, case.groups, case.slots)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRODUCTS | SLOW_PRODUCTS)
+@settings(QUICK, max_examples=8)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_many_products(name, data, seed):
+    case = (PRODUCTS | SLOW_PRODUCTS)[name]
+    check_product(case, data.draw(batches(case.rows, case.groups, case.slots)), seed)
+
+
+def check_shrink(case: ShrinkCase, batch, seed=0):
+    arguments = case.arguments(*batch, seed)
+    group_sizes, row_slots = batch
+    adapted = (groups_of_rows(group_sizes, case.rows) >= 0) & (row_slots >= 0)
+    for u, expected in zip(case.run(*arguments), case.expect(*arguments), strict=True):
+        rank = expected.shape[1]
+        if adapted.any():
+            assert_close(u[adapted, :rank], expected[adapted])
+        # A product reads whole rank tiles.
+        assert (u[adapted, rank:] == 0).all()
+
+
+@pytest.mark.parametrize("name", SHRINKS)
+@settings(QUICK, max_examples=2)
+@given(data=st.data())
+def test_shrink(name, data):
+    case = SHRINKS[name]
+    check_shrink(case, data.draw(batches(case.rows, case.groups, case.slots)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHRINKS | SLOW_SHRINKS)
+@settings(QUICK, max_examples=8)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_many_shrinks(name, data, seed):
+    case = (SHRINKS | SLOW_SHRINKS)[name]
+    check_shrink(case, data.draw(batches(case.rows, case.groups, case.slots)), seed)
+
+
+def check_outer(begins, ends, rows, start, width, rank):
+    rng = np.random.default_rng(0)
+    left, right = normal(rng, rows, -(-rank // 64) * 64), normal(rng, rows, start + width)
+    owned = np.zeros(rows, bool)
+    for begin, end in zip(begins, ends, strict=True):
+        owned[begin:end] = True
+    left[~owned], right[~owned] = np.nan, np.nan
+    found = gpu_interpreter.outer(left, right, start, width, begins, ends, rank)
+    for bucket, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        rows = slice(begin, end)
+        expected = left[rows, :rank].astype(float).T @ right[rows, start:].astype(float)
+        np.testing.assert_allclose(found[bucket], expected, rtol=1e-5, atol=1e-4)
+
+
+@st.composite
+def buckets(draw, rows: int, count: int):
+    """Where each bucket begins and ends, in order, with rows of nobody between."""
+    cuts = draw(st.lists(st.integers(0, rows), min_size=2 * count, max_size=2 * count).map(sorted))
+    return np.array(cuts[::2], np.int32), np.array(cuts[1::2], np.int32)
+
+
+@settings(QUICK, max_examples=2)
+@given(buckets(40, 3))
+def test_outer(cuts):
+    check_outer(*cuts, rows=40, start=64, width=128, rank=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start, width, rank", [(0, 64, 8), (0, 320, 40), (64, 128, 80)])
+@settings(QUICK, max_examples=8)
+@given(cuts=buckets(150, 3))
+def test_many_outers(start, width, rank, cuts):
+    check_outer(*cuts, rows=150, start=start, width=width, rank=rank)
+
+
+def test_gather():
+    rng = np.random.default_rng(0)
+    x, index = normal(rng, 20, 256), rng.integers(0, 20, 8 * 9).astype(np.int32)
+    x[~np.isin(np.arange(20), index)] = np.nan
+    found = gpu_interpreter.gather(x, index)
+    assert found.tobytes() == x[index].tobytes()
+
+
+def test_a_slot_of_nan_stays_apart():
+    """NaN in one slot's factors and u reaches its own rows alone; all others keep their bits."""
+    case = ProductCase(20, 64, 128, (Term(0, 128, 16),))
+    slots = np.resize(np.array([0, 1, -1, 1, 2], np.int32), 20)
+    x, w, *batch, u, factors = case.arguments(np.array([9, 0, 3, 6], np.int32), slots)
+    clean = case.run(x, w, *batch, u, factors)
+    for poisoned in (*u, *factors):
+        where = slots == 1 if poisoned is u[0] else 1
+        poisoned[where] = np.nan
+    found = case.run(x, w, *batch, u, factors)
+    hit = (slots == 1) & (np.arange(20) < 18)
+    assert np.isnan(found[hit].astype(np.float32)).all()
+    assert found[~hit].tobytes() == clean[~hit].tobytes()
+
+
+def test_a_slot_of_nan_stays_apart_in_shrink():
+    case = ShrinkCase(20, 64, (16,))
+    slots = np.resize(np.array([0, 1, -1, 1, 2], np.int32), 20)
+    x, *batch, factors, scalings = case.arguments(np.array([9, 0, 3, 6], np.int32), slots)
+    (clean,) = case.run(x, *batch, factors, scalings)
+    for poisoned in (*factors, *scalings):
+        poisoned[1] = np.nan
+    x[slots == 1] = np.nan
+    (found,) = case.run(x, *batch, factors, scalings)
+    kept = (slots != 1) & (slots >= 0) & (np.arange(20) < 18)
+    assert found[kept].tobytes() == clean[kept].tobytes()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_races_are_detected(waits):
+    """A kernel in which one warpgroup reads what another writes, with and without a barrier."""
+
+    def body(y, shared, written):
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _write():
+            shared[...] = jnp.ones_like(shared)
+            plgpu.barrier_arrive(written)
+
+        @pl.when(warpgroup == 1)
+        def _read():
+            if waits:
+                plgpu.barrier_wait(written)
+            y[...] = shared[...]
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            shared=plgpu.SMEM((64, 64), jnp.float32), written=plgpu.Barrier(num_arrivals=1)
+        ),
+    )
+    if waits:
+        assert (gpu_interpreter.interpret(jax.jit(kernel)) == 1).all()
+    else:
+        with pytest.raises(AssertionError, match="races"):
+            gpu_interpreter.interpret(jax.jit(kernel))

@@ -1,0 +1,212 @@
+"""The tables that the Hopper kernels run by, against plain NumPy."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.grouped_lora_matmul import gpu_rows
+from pallas_kernels.grouped_lora_matmul.gpu_rows import (
+    COMPARED_ROWS,
+    FEW_ROWS,
+    RADIX_ROWS,
+    TILE_WORDS,
+    UNSORTED_ROWS,
+    most_tiles,
+)
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    PIECE,
+    PROGRAMS,
+    tile_height,
+    tiles_together,
+)
+
+UNREAD_PIECES = 4 * PROGRAMS  # up to so many rows nobody reads the pieces
+
+# Tokens, choices, groups, slots: both sides of every limit of `gpu_rows`.
+ROUTES = [
+    (1, 1, 1, 1),
+    (UNSORTED_ROWS // 8, 8, 128, 8),
+    (UNSORTED_ROWS + 1, 1, 5, 3),
+    (64, 1, 32, 8),
+    (UNREAD_PIECES // 8, 8, 512, 8),
+    (UNREAD_PIECES + 1, 1, 3, 2),
+    (FEW_ROWS // 8, 8, 64, 16),
+    (FEW_ROWS, 1, 1, 4),
+    (FEW_ROWS // 2, 2, 512, 65535),
+    ((FEW_ROWS + 1) // 3, 3, 7, 5),
+    (COMPARED_ROWS // 8, 8, 128, 8),
+    (COMPARED_ROWS // 4, 4, 512, 65535),
+    (COMPARED_ROWS + 1, 1, 300, 300),
+    ((RADIX_ROWS - 1) // 8, 8, 128, 8),
+    (RADIX_ROWS, 1, 512, 127),
+    (RADIX_ROWS, 1, 511, 127),
+]
+# Rows, groups.
+TABLES = [
+    (1, 1),
+    (40, 3),
+    (UNREAD_PIECES, 32),
+    (UNREAD_PIECES + 1, 512),
+    (FEW_ROWS, 1),
+    (FEW_ROWS + 1, 128),
+    (3 * FEW_ROWS, 5),
+]
+
+
+@functools.cache
+def compiled_route(groups, slots):
+    return jax.jit(functools.partial(gpu_rows.route, groups, slots))
+
+
+@functools.cache
+def compiled_tables(groups):
+    return jax.jit(functools.partial(gpu_rows.tables, groups=groups))
+
+
+def places(group, slot, groups):
+    """The words of rows, from the documentation of `Tables`."""
+    return group * 2**16 + np.where(group < groups, slot, -1) + 1
+
+
+def check_runs(found: gpu_rows.Tables, place):
+    """Every row's place, and the end of its run of equal places."""
+    assert found.place.tolist() == place.tolist()
+    assert found.group_of_row.tolist() == (place >> 16).tolist()
+    assert found.row_slots.tolist() == ((place & 0xFFFF) - 1).tolist()
+    last = np.flatnonzero(np.append(place[1:] != place[:-1], True))
+    ends = last[np.searchsorted(last, np.arange(len(place)))] + 1
+    assert found.run_end.tolist() == ends.tolist()
+
+
+def tiles_of(found: gpu_rows.Tiles, place, groups):
+    """Row, number of rows and group of each tile; checks those without rows, which fill up."""
+    together = tiles_together(len(place), groups)
+    count, words = int(found.count[-1]), np.asarray(found.words).reshape(-1, TILE_WORDS)
+    assert count <= len(words) == most_tiles(groups, len(place))
+    assert count % together == 0
+    row, rows, group = words[:count, :3].T
+    used = np.count_nonzero(rows)
+    assert count - used < together and (rows[:used] > 0).all()
+    assert (group[used:] == groups).all()
+    return row[:used], rows[:used], group[:used]
+
+
+def check_tiles(found: gpu_rows.Tiles, place, groups):
+    """Every row, past the groups too, is in one tile; tiles of a group are together, in order."""
+    row, rows, group = tiles_of(found, place, groups)
+    assert rows.max() <= tile_height(len(place), groups)
+    covered = np.zeros(len(place), int)
+    for begin, count, of in zip(row, rows, group, strict=True):
+        assert (place[begin : begin + count] >> 16 == of).all()
+        covered[begin : begin + count] += 1
+    assert (covered == 1).all()
+    same = group[1:] == group[:-1]
+    assert np.count_nonzero(~same) + 1 == len(np.unique(group))
+    assert (row[1:] == row[:-1] + rows[:-1])[same].all()
+
+
+def check_pieces(found: gpu_rows.Tables, place):
+    """Every row with an adapter is in one piece, no other row is; a piece has one place."""
+    if len(place) <= UNREAD_PIECES:
+        return
+    covered = np.zeros(len(place), int)
+    run_end = np.asarray(found.run_end)
+    for begin in np.asarray(found.pieces.row)[: found.pieces.count[-1]]:
+        end = min(run_end[begin], begin // PIECE * PIECE + PIECE)
+        covered[begin:end] += 1
+    assert covered.tolist() == ((place & 0xFFFF) > 0).astype(int).tolist()
+
+
+def routing(rng, tokens, choices, groups, slots, crowded):
+    """Random choices and slots; crowded: mostly of one group and one slot."""
+    group = rng.integers(0, groups + 1, (tokens, choices))
+    slot = rng.integers(-1, slots, tokens)
+    if crowded:
+        group = np.where(rng.random(group.shape) < 0.9, group[0, 0], group)
+        slot = np.where(rng.random(tokens) < 0.9, slot[0], slot)
+    return group.astype(np.int32), slot.astype(np.int32)
+
+
+@pytest.mark.parametrize("tokens, choices, groups, slots", ROUTES)
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), crowded=st.booleans())
+def test_route(tokens, choices, groups, slots, seed, crowded):
+    group, slot = routing(np.random.default_rng(seed), tokens, choices, groups, slots, crowded)
+    found = jax.tree.map(np.asarray, compiled_route(groups, slots)(group, slot))
+    rows = tokens * choices
+    place = places(group.reshape(-1), np.repeat(slot, choices), groups)
+    order = np.arange(rows) if rows <= UNSORTED_ROWS else np.argsort(place, stable=True)
+    assert found.token.tolist() == (order // choices).tolist()
+    assert found.position.shape == (tokens, choices)
+    assert found.position.reshape(-1)[order].tolist() == list(range(rows))
+    if rows <= UNSORTED_ROWS:
+        check_unsorted(found.tables, place, groups)
+        return
+    check_runs(found.tables, place[order])
+    check_tiles(found.tables.tiles, place[order], groups)
+    check_pieces(found.tables, place[order])
+
+
+def check_unsorted(found: gpu_rows.Tables, place, groups):
+    """Every row is a run and a tile of its own."""
+    rows = list(range(len(place)))
+    assert found.place.tolist() == place.tolist()
+    assert found.run_end.tolist() == [row + 1 for row in rows]
+    row, count, group = tiles_of(found.tiles, place, groups)
+    assert row.tolist() == rows and (count == 1).all()
+    assert group.tolist() == (place >> 16).tolist()
+
+
+@st.composite
+def group_sizes(draw, rows, groups):
+    """Ragged and empty groups, with rows past the last one or without."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    used = draw(st.sampled_from([rows, rows // 2, 0, rows - 1]))
+    cuts = np.sort(rng.integers(0, used + 1, groups))
+    cuts[: draw(st.integers(0, groups - 1))] = 0
+    cuts[-1] = used
+    return np.diff(cuts, prepend=0).astype(np.int32)
+
+
+@pytest.mark.parametrize("rows, groups", TABLES)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_tables(rows, groups, data):
+    sizes = data.draw(group_sizes(rows, groups))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    slots = np.repeat(rng.integers(-1, 4, rows), rng.integers(1, 90, rows))[:rows].astype(np.int32)
+    found = jax.tree.map(np.asarray, compiled_tables(groups)(sizes, slots))
+    group = np.repeat(np.arange(groups + 1), np.append(sizes, rows - sizes.sum()))
+    place = places(group, slots, groups)
+    check_runs(found, place)
+    check_tiles(found.tiles, place, groups)
+    check_pieces(found, place)
+
+
+@pytest.mark.parametrize("rows, groups", [(50, 5), (700, 7), (13, 5)])
+def test_equal_groups(rows, groups):
+    slots = np.arange(rows, dtype=np.int32) % 3 - 1
+    found = jax.tree.map(np.asarray, compiled_tables(groups)(None, slots))
+    group = np.minimum(np.arange(rows) // (rows // groups), groups)
+    place = places(group, slots, groups)
+    check_runs(found, place)
+    check_tiles(found.tiles, place, groups)
+    check_pieces(found, place)
+
+
+def test_tiles_of_a_group_are_equal():
+    """Large groups are cut in tiles of equal height, give or take a row; tall ones come first."""
+    sizes, slots = np.array([1000, 3000, 20], np.int32), np.zeros(4100, np.int32)
+    found = compiled_tables(3)(sizes, slots).tiles
+    place = places(np.repeat(np.arange(4), [*sizes, 80]), slots, 3)
+    _, rows, group = tiles_of(found, place, 3)
+    for of in range(3):
+        heights = rows[group == of]
+        assert heights.sum() == sizes[of] and heights.max() - heights.min() <= 1
+    assert (np.diff(rows[group < 3]) <= 1).all() and group[-1] == 3

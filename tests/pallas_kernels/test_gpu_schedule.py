@@ -1,0 +1,163 @@
+"""Schedules of the Hopper kernels fit in shared memory and cover their tiles, for any shapes."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.grouped_lora_matmul import gpu_product, gpu_shrink
+from pallas_kernels.grouped_lora_matmul import gpu_schedule as gs
+from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.mosaic_gpu import MAX_RANK
+from pallas_kernels.shapes import DECODE_TOKENS, EXPERT_SHAPES, PREFILL_TOKENS
+
+LIMIT = 227 * 1024  # bytes of shared memory that one program of an H200 may have
+ALIGNMENT = 1024  # of every array in it
+MULTIPROCESSORS = 132
+TOKENS = (1, 2, 8, DECODE_TOKENS, 256, 1024, PREFILL_TOKENS, 32768)
+
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def bytes_of(memory) -> int:
+    """What one scratch array takes; barriers are 8 bytes each."""
+    if hasattr(memory, "num_barriers"):
+        return 8 * math.prod(np.atleast_1d(memory.num_barriers))
+    size = math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def shared_memory(layout) -> int:
+    return sum(map(bytes_of, layout.scratch().values()))
+
+
+def product_memory(schedule, rows, groups, k, width, parts, ranks, contract=2) -> int:
+    """Bytes of the product kernel; `ranks` has one entry for each low-rank term."""
+    gate = Gate() if parts == 2 else None
+    terms = None
+    starts = tuple(width * term for term in range(len(ranks))) if parts == 2 else (0,) * len(ranks)
+    if ranks:
+        terms = gpu_product.Terms(
+            tuple(gpu_shrink.Columns(array(rows, 64), 0, rank) for rank in ranks),
+            tuple(array(8, groups, rank, width) for rank in ranks),
+        )
+    n = parts * width
+    w = array(groups, n, k) if contract == 2 else array(groups, k, n)
+    x = array(rows, k)
+    layout = gpu_product._Layout(x, w, terms, starts, schedule, contract, gate, False)
+    return shared_memory(layout)
+
+
+def check_product(rows, groups, width, parts) -> gs.ProductSchedule:
+    schedule = gs.product_schedule(rows, groups, width, parts)
+    assert schedule == gs.product_schedule(rows, groups, width, parts)
+    check_heights(schedule.heights)
+    # More variants of the whole K loop and the compiler spills registers.
+    assert len(schedule.heights) <= 3
+    # Products of one layer share their tiles.
+    assert gs.tile_height(rows, groups) == schedule.heights[-1]
+    assert schedule.features % 64 == 0 and schedule.buffers >= 1
+    assert 1 <= schedule.programs <= MULTIPROCESSORS
+    assert schedule.together == gs.tiles_together(rows, groups) >= 1
+    # A stage is released while the next one is read.
+    assert schedule.stages >= 2
+    return schedule
+
+
+def check_heights(heights):
+    assert list(heights) == sorted(set(heights)) and heights[0] > 0
+    # Rows are the N side of the tensor core instruction, and its K side when u is.
+    assert all(height % 8 == 0 and height <= 256 for height in heights)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", EXPERT_SHAPES)
+def test_named_shapes(name, tokens):
+    shape = EXPERT_SHAPES[name]
+    rows, groups = tokens * shape.top_k, shape.experts
+    hidden, wide = shape.hidden, shape.intermediate
+    for rank in (16, 64, MAX_RANK):
+        for k, width, parts, ranks, contract in (
+            (hidden, wide, 2, (rank, rank), 2),
+            (hidden, 2 * wide, 1, (rank, rank), 2),
+            (wide, hidden, 1, (rank,), 2),
+            (2 * wide, hidden, 1, (rank, rank), 1),
+            (hidden, wide, 1, (rank,), 1),
+            (hidden, wide, 2, (), 2),
+        ):
+            schedule = check_product(rows, groups, width, parts)
+            assert schedule.stages >= 4
+            memory = product_memory(schedule, rows, groups, k, width, parts, ranks, contract)
+            assert memory <= LIMIT, (schedule, ranks)
+        for ranks in (rank,), (rank, rank):
+            check_shrink(rows, ranks, hidden)
+
+
+def check_shrink(rows, ranks, width):
+    first, owned = gpu_shrink.packed_columns(ranks)
+    blocks = -(-(first[-1] + owned[-1]) // 64)
+    schedule = gs.shrink_schedule(rows, blocks)
+    assert schedule == gs.shrink_schedule(rows, blocks)
+    check_heights(schedule.heights)
+    assert schedule.heights[-1] >= (schedule.block or gs.PIECE)
+    assert 1 <= schedule.programs <= MULTIPROCESSORS
+    assert schedule.stages >= 1
+    layout = gpu_shrink._Layout(
+        array(rows, width),
+        [array(8, 1, rank, width) for rank in ranks],
+        [array(8, 1, dtype=jnp.float32) for _ in ranks],
+        0,
+        width,
+        schedule,
+        False,
+    )
+    assert shared_memory(layout) <= LIMIT, schedule
+
+
+ROWS = st.one_of(st.integers(1, 300), st.integers(1, 300_000))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows=ROWS,
+    groups=st.integers(1, 512),
+    width=st.integers(1, 300).map(lambda blocks: 64 * blocks),
+    parts=st.sampled_from([1, 2]),
+    ranks=st.lists(st.integers(1, MAX_RANK // 8).map(lambda n: 8 * n), max_size=3),
+    contract=st.sampled_from([1, 2]),
+)
+def test_any_product(rows, groups, width, parts, ranks, contract):
+    schedule = check_product(rows, groups, width, parts)
+    ranks = ranks[:2] if parts == 2 else ranks
+    contract = 2 if parts == 2 else contract
+    memory = product_memory(schedule, rows, groups, 512, width, parts, ranks, contract)
+    assert memory <= LIMIT, schedule
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=ROWS, ranks=st.lists(st.integers(1, MAX_RANK), min_size=1, max_size=3))
+@example(rows=4096, ranks=[MAX_RANK] * 3)
+def test_any_shrink(rows, ranks):
+    check_shrink(rows, tuple(-(-rank // 8) * 8 for rank in ranks), 512)
+
+
+@pytest.mark.parametrize("rank", range(1, MAX_RANK + 1))
+def test_rank_tile(rank):
+    """A swizzle of the tensor cores that holds the rank, or the widest, and no wider than that."""
+    tile = gs.rank_tile(rank)
+    assert tile in (16, 32, 64)
+    assert tile >= min(rank, 64) and (tile == 16 or tile // 2 < rank)
+
+
+def test_few_equal_tiles_leave_no_program_without_work():
+    for rows in (1, 3, 17):
+        schedule = gs.product_schedule(rows, 128, 64)
+        assert schedule.programs <= rows

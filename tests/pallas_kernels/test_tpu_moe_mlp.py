@@ -1,0 +1,73 @@
+"""`moe_mlp` on the TPU kernels in the interpreter, forward and backward, against plain JAX."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import Lora, moe_mlp
+from tests.pallas_kernels.tpu_cases import assert_close
+from tests.pallas_kernels.tpu_interpreter import interpreter
+
+TOKENS, CHOICES, EXPERTS, SLOTS, RANK, HIDDEN, WIDTH = 7, 2, 3, 2, 3, 24, 20
+
+
+def arguments(shared: tuple[str, ...] | None, seed=0):
+    """(x, weights, adapters) and what has no gradient. `shared` names the factors that experts
+    share; None leaves the adapters out."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+
+    def pair(name, k, n):
+        groups = [1 if f"{name}.{factor}" in shared else EXPERTS for factor in "abs"]
+        a, b = normal(SLOTS, groups[0], RANK, k), normal(SLOTS, groups[1], RANK, n)
+        return Lora(a, b, rng.uniform(0.5, 2, (SLOTS, groups[2])).astype(np.float32))
+
+    sizes = dict(gate=(HIDDEN, WIDTH), up=(HIDDEN, WIDTH), down=(WIDTH, HIDDEN))
+    lora = {} if shared is None else {f"lora_{name}": pair(name, *sizes[name]) for name in sizes}
+    experts = np.stack([rng.permutation(EXPERTS + 1)[:CHOICES] for _ in range(TOKENS)])
+    frozen = dict(
+        experts=experts.astype(np.int32),  # the last one is another device's
+        token_slots=rng.integers(-1, SLOTS, TOKENS).astype(np.int32),
+        gate_up=normal(EXPERTS, 2 * WIDTH, HIDDEN),
+        down=normal(EXPERTS, HIDDEN, WIDTH),
+    )
+    weights = rng.uniform(0.1, 1, (TOKENS, CHOICES)).astype(np.float32)
+    return (4 * normal(TOKENS, HIDDEN), weights, lora), frozen
+
+
+def values_and_gradients(learned, frozen, dy, implementation):
+    @jax.jit
+    def run(learned, frozen, dy):
+        def forward(x, weights, lora):
+            layer = functools.partial(moe_mlp, implementation=implementation)
+            return layer(x, weights=weights, **lora, **frozen)
+
+        y, pullback = jax.vjp(forward, *learned)
+        return y, pullback(dy)
+
+    return jax.tree.map(np.asarray, run(learned, frozen, dy))
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        pytest.param(("gate.a", "up.a", "down.b"), id="shared outer"),
+        pytest.param((), id="per expert", marks=pytest.mark.slow),
+        pytest.param(None, id="no adapters", marks=pytest.mark.slow),
+    ],
+)
+def test_values_and_gradients(shared):
+    learned, frozen = arguments(shared)
+    dy = np.random.default_rng(1).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+    expected = values_and_gradients(learned, frozen, dy, "xla")
+    with interpreter():
+        found = values_and_gradients(learned, frozen, dy, "mosaic_tpu")
+    for value, exact in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert value.shape == exact.shape and value.dtype == exact.dtype
+        assert_close(value, exact, "float32")
