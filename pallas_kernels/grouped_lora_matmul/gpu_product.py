@@ -39,8 +39,11 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     TILE_WORDS,
     TILES,
     ProductSchedule,
-    rank_tile,
-    whole_lines,
+    rank_step,
+    u_columns,
+    words_of_rows,
+    words_of_tile,
+    x_rows,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
 from pallas_kernels.grouped_lora_matmul.gpu_store import store_rows
@@ -131,11 +134,12 @@ class _Layout:
         self.shared = () if terms is None else tuple(f.shape[1] == 1 for f in terms.factors)
         self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
         self.u_first = () if terms is None else tuple(u.first for u in terms.u)
-        self.rank_tile = rank_tile(max(self.ranks)) if terms is not None else 16
+        self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
         # One stage holds all terms of a gated product, or one term.
         self.terms_of_stage = self.terms if gate is not None else min(self.terms, 1)
-        # A copy begins at a multiple of its unit, at or before the tile's first row.
-        self.words_of_rows = schedule.heights[-1] + TILE_WORDS
+        # Where in shared memory the words of a tile's rows are.
+        self.place = LINE
+        self.run_end = LINE + words_of_rows(schedule.heights)
         self.w_rows = self.parts * schedule.features
         self.w_copies = 1 if contract == 2 and not interpreted else self.w_rows // 64
 
@@ -146,11 +150,11 @@ class _Layout:
         return f"lora_{kind}{lora}_k{self.k}_n{self.width}_f{s.features}_h{s.heights[-1]}"
 
     def scratch(self):
-        s, r = self.schedule, self.rank_tile
+        s, r = self.schedule, self.rank_step
         u_bytes = self.chunk * r * 2
         # A stage's rows of x also hold u, so its size is a multiple of u's.
-        x_bytes = max(s.heights[-1] * 128, self.terms_of_stage * u_bytes)
-        self.x_rows = pl.cdiv(x_bytes, u_bytes) * u_bytes // 128
+        rows = x_rows(s.heights, u_columns(self.ranks, self.parts))
+        self.x_rows = pl.cdiv(rows * 128, u_bytes) * u_bytes // 128
         self.u_per_stage = self.x_rows * 128 // u_bytes
         self.b_per_stage = self.parts * 64 // r
         x_uses = [two_views((s.stages, self.x_rows, 64), self.dtype)]
@@ -172,7 +176,7 @@ class _Layout:
             ),
             full=plgpu.Barrier(num_arrivals=1 + self.w_copies, num_barriers=s.stages),
             empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
-            tile_words=plgpu.SMEM((TILES, LINE), jnp.int32),
+            tile_words=plgpu.SMEM((TILES, words_of_tile(s.heights)), jnp.int32),
             tile_full=plgpu.Barrier(num_arrivals=3 if self.terms else 1, num_barriers=TILES),
             tile_empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=TILES),
         )
@@ -180,25 +184,34 @@ class _Layout:
             scratch["low_rank_full"] = plgpu.Barrier(
                 num_arrivals=2 * self.terms_of_stage, num_barriers=s.stages
             )
-            of_rows = (TILES, whole_lines(self.words_of_rows))
-            scratch["place"] = plgpu.SMEM(of_rows, jnp.int32)
-            scratch["run_end"] = plgpu.SMEM(of_rows, jnp.int32)
         return scratch
 
-    def steps_of_run(self):
-        """The low-rank steps of one run: the terms each handles, and its first rank."""
+    def sets(self) -> list[_Set]:
+        """What is added after another: each term, or all terms of a gated product at once."""
         if self.gate is not None:
-            ranks = range(0, max(self.ranks), self.rank_tile)
-            return [(tuple(range(self.terms)), first) for first in ranks]
+            return [_Set(tuple(range(self.terms)), pl.cdiv(max(self.ranks), self.rank_step))]
         return [
-            ((term,), first)
-            for term, rank in enumerate(self.ranks)
-            for first in range(0, rank, self.rank_tile)
+            _Set((term,), pl.cdiv(rank, self.rank_step)) for term, rank in enumerate(self.ranks)
         ]
+
+    def steps_of(self, its: _Set, feature):
+        """Rank steps of a set in a tile that starts at a feature: none if it has other columns."""
+        start, width = self.starts[its.terms[0]], self.widths[its.terms[0]]
+        if self.gate is not None or (start == 0 and width == self.width):
+            return its.steps
+        apart = (feature >= start + width) | (feature + self.schedule.features <= start)
+        return jnp.where(apart, 0, its.steps)
 
     def part_of_term(self, term):
         """Which accumulator part a term of a gated product belongs to."""
         return 0 if self.gate is None or self.starts[term] == 0 else 1
+
+
+class _Set(NamedTuple):
+    """Terms whose products share a stage, and their number of rank steps."""
+
+    terms: tuple[int, ...]
+    steps: int
 
 
 class _Piece(NamedTuple):
@@ -303,8 +316,6 @@ class _Kernel:
         tile_full,
         tile_empty,
         low_rank_full=None,
-        place=None,
-        run_end=None,
     ):
         self.layout, self.schedule = layout, layout.schedule
         self.words, self.x, self.w, self.y = words, x, w, y
@@ -322,7 +333,6 @@ class _Kernel:
             self.u, self.factors = arrays[: layout.terms], arrays[layout.terms :]
         self.out, self.full, self.empty, self.low_rank_full = out, full, empty, low_rank_full
         self.tile_words, self.tile_full, self.tile_empty = tile_words, tile_full, tile_empty
-        self.place, self.run_end = place, run_end
 
     def stage_of(self, step):
         return lax.rem(step, jnp.int32(self.schedule.stages))
@@ -364,18 +374,19 @@ class _Kernel:
             plgpu.barrier_wait(self.tile_empty.at[slot])
 
         number, _ = self.number(program, i)
-        copies = [(self.words, number * TILE_WORDS, TILE_WORDS, self.tile_words)]
+        copies = [(self.words, number * TILE_WORDS, TILE_WORDS, 0)]
         if self.layout.terms:
+            # A copy begins at a multiple of its unit, at or before the tile's first row.
             first = tile.row - lax.rem(tile.row, jnp.int32(TILE_WORDS))
-            count = self.layout.words_of_rows
+            count = self.schedule.heights[-1] + TILE_WORDS
             copies += [
-                (self.places, first, count, self.place),
-                (self.run_ends, first, count, self.run_end),
+                (self.places, first, count, self.layout.place),
+                (self.run_ends, first, count, self.layout.run_end),
             ]
         for source, first, count, destination in copies:
             plgpu.copy_gmem_to_smem(
                 source.at[pl.ds(first, count)],
-                destination.at[slot, pl.ds(0, count)],
+                self.tile_words.at[slot, pl.ds(destination, count)],
                 self.tile_full.at[slot],
             )
 
@@ -386,18 +397,29 @@ class _Kernel:
         _, slice_of = self.number(program, i)
         return self.tile_of(i, [self.tile_words[slot, word] for word in range(3)], slice_of)
 
-    def walk_runs(self, tile: _Tile, begin, visit, carry):
+    def run_at(self, tile: _Tile, row):
+        """The slot of a row of the tile, and the end of its run."""
+        word = lax.rem(tile.row, jnp.int32(TILE_WORDS)) + row
+        place = self.tile_words[tile.slot, self.layout.place + word]
+        end = self.tile_words[tile.slot, self.layout.run_end + word]
+        return slot_of(place), end - tile.row
+
+    def adapted_rows(self, tile: _Tile):
+        """The rows to look for runs in: none if the whole tile is one without an adapter."""
+        slot, end = self.run_at(tile, 0)
+        return jnp.where((slot < 0) & (end >= tile.rows), 0, tile.rows)
+
+    def walk_runs(self, tile: _Tile, rows, begin, visit, carry):
         """visit(slot, first, stop, carry) for the adapted runs of the chunk that begins there.
 
         Rows `begin` count from the tile's first, those of a run from `begin`.
         """
-        end = jnp.minimum(tile.rows, begin + self.layout.chunk)
+        end = jnp.minimum(rows, begin + self.layout.chunk)
 
         def run(state):
             row, carry = state
-            word = lax.rem(tile.row, jnp.int32(TILE_WORDS)) + row
-            slot = slot_of(self.place[tile.slot, word])
-            stop = jnp.minimum(self.run_end[tile.slot, word] - tile.row, end)
+            slot, stop = self.run_at(tile, row)
+            stop = jnp.minimum(stop, end)
             carry = lax.cond(
                 slot >= 0,
                 lambda carry: visit(slot, row - begin, stop - begin, carry),
@@ -430,13 +452,15 @@ class _Kernel:
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)
         if self.layout.terms:
             plgpu.barrier_wait(self.tile_full.at[tile.slot])
-            size = self.layout.chunk
+            size, adapted = self.layout.chunk, self.adapted_rows(tile)
 
             def load_chunk(chunk, step):
                 load = functools.partial(self.load_low_rank, tile, chunk * size)
-                return self.walk_runs(tile, chunk * size, load, step)
+                return self.walk_runs(tile, adapted, chunk * size, load, step)
 
-            step = lax.fori_loop(0, lax.div(tile.rows + size - 1, size), load_chunk, step)
+            step = lax.fori_loop(0, lax.div(adapted + size - 1, size), load_chunk, step)
+            # All its warps have read the words before a copy of its own replaces them.
+            plgpu.commit_smem()
         return step
 
     def acquire(self, step):
@@ -476,28 +500,36 @@ class _Kernel:
         del first, stop
         layout = self.layout
         rows = pl.ds(tile.row + begin, layout.chunk)
-        for terms, first_rank in layout.steps_of_run():
+
+        def load_set(its, j, step):
             stage = self.acquire(step)
             barrier = self.low_rank_full.at[stage]
-            ranks = pl.ds(tile.group * 0 + first_rank, layout.rank_tile)
-            for place, term in enumerate(terms):
+            first_rank = pl.multiple_of(j * layout.rank_step, layout.rank_step)
+            for place, term in enumerate(its.terms):
                 group = 0 if layout.shared[term] else tile.group
                 column = tile.feature - (0 if layout.gate is not None else layout.starts[term])
                 plgpu.copy_gmem_to_smem(
                     self.factors[term].at[
-                        slot, group, ranks, pl.ds(column, self.schedule.features)
+                        slot,
+                        group,
+                        pl.ds(first_rank, layout.rank_step),
+                        pl.ds(column, self.schedule.features),
                     ],
                     self.b.at[stage * layout.b_per_stage + place],
                     barrier,
                 )
                 plgpu.copy_gmem_to_smem(
                     self.u[term].at[
-                        rows, pl.ds(layout.u_first[term] + first_rank, layout.rank_tile)
+                        rows, pl.ds(layout.u_first[term] + first_rank, layout.rank_step)
                     ],
                     self.u_load.at[stage * layout.u_per_stage + place],
                     barrier,
                 )
-            step = step + 1
+            return step + 1
+
+        for its in layout.sets():
+            load = functools.partial(load_set, its)
+            step = lax.fori_loop(0, layout.steps_of(its, tile.feature), load, step)
         return step
 
     # The consumer warpgroups.
@@ -505,12 +537,13 @@ class _Kernel:
     def compute_tile(self, tile: _Tile, step, warpgroup):
         multiply = functools.partial(self.multiply, tile, warpgroup)
         sums, step = for_height(self.schedule.heights, tile.rows, multiply, step)
+        adapted = self.adapted_rows(tile) if self.layout.terms else 0
         for number, chunk in enumerate(self.layout.chunks):
             first = chunk[0]
             part = tuple(tuple(total[piece.number] for piece in chunk) for total in sums)
             if self.layout.terms:
-                add = functools.partial(self.add_low_rank, chunk, warpgroup)
-                part, step = self.walk_runs(tile, first.start, add, (part, step))
+                add = functools.partial(self.add_low_rank, tile, chunk, warpgroup)
+                part, step = self.walk_runs(tile, adapted, first.start, add, (part, step))
             store = functools.partial(self.store, tile, warpgroup, number, chunk, part)
             if first.start < self.schedule.heights[0]:
                 store()
@@ -567,58 +600,75 @@ class _Kernel:
         part, block = divmod(i, s.blocks)
         return part * (s.features // 64) + warpgroup * s.blocks + block
 
-    def add_low_rank(self, chunk, warpgroup, slot, first, stop, carry):
+    def add_low_rank(self, tile, chunk, warpgroup, slot, first, stop, carry):
         del slot
+        sets = self.layout.sets()
+        add = functools.partial(self.add_set, chunk, warpgroup, len(sets[0].terms), first, stop)
+        steps = [self.layout.steps_of(its, tile.feature) for its in sets]
+        if len(sets) == 1:
+            return add(steps[0], carry)
+
+        def add_one(number, carry):
+            # The same code for all of them.
+            its = functools.reduce(
+                lambda found, i: jnp.where(number == i, steps[i], found), range(len(sets)), 0
+            )
+            return lax.cond(its > 0, functools.partial(add, its), lambda carry: carry, carry)
+
+        return lax.fori_loop(0, len(sets), add_one, carry)
+
+    def add_set(self, chunk, warpgroup, terms, first, stop, steps, carry):
+        """Adds terms that share their rank steps to the rows [first, stop) of a chunk."""
         s, layout = self.schedule, self.layout
         sums, step = carry
-        sums = [list(total) for total in sums]
         begin = chunk[0].start
-        inside = [
-            self.between(piece.width, first + begin - piece.start, stop + begin - piece.start)
-            for piece in chunk
+        places = [
+            (term, i, p)
+            for term in range(terms)
+            for i in range(layout.parts * s.blocks)
+            if layout.gate is None or i // s.blocks == layout.part_of_term(term)
+            for p in range(len(chunk))
         ]
-        for steps in self.terms_in_order():
-            accumulators = [
-                (term, i)
-                for term in steps[0][0]
-                for i in range(layout.parts * s.blocks)
-                if layout.gate is None or i // s.blocks == layout.part_of_term(term)
-            ]
-            places = [(term, i, p) for term, i in accumulators for p in range(len(chunk))]
 
-            def products(*deltas, steps=steps, places=places, step=step):
-                for j, (terms, _) in enumerate(steps):
-                    stage = self.stage_of(step + j)
-                    plgpu.barrier_wait(self.low_rank_full.at[stage])
-                    for delta, (term, i, p) in zip(deltas, places, strict=True):
-                        place = terms.index(term)
-                        feature = (warpgroup * s.blocks + i % s.blocks) * 64
-                        b = self.b.at[stage * layout.b_per_stage + place, :, pl.ds(feature, 64)]
-                        rows = pl.ds(chunk[p].start - begin, chunk[p].width)
-                        u = self.u_tiles.at[stage * layout.u_per_stage + place, rows]
-                        plgpu.wgmma(delta, b.T, u.T)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(self.empty.at[stage])
-                return tuple(delta[...] for delta in deltas)
+        def products(*deltas):
+            def add(j, step):
+                stage = self.stage_of(step)
+                plgpu.barrier_wait(self.low_rank_full.at[stage])
+                for delta, (term, i, p) in zip(deltas, places, strict=True):
+                    feature = (warpgroup * s.blocks + i % s.blocks) * 64
+                    b = self.b.at[stage * layout.b_per_stage + term, :, pl.ds(feature, 64)]
+                    rows = pl.ds(chunk[p].start - begin, chunk[p].width)
+                    u = self.u_tiles.at[stage * layout.u_per_stage + term, rows]
+                    plgpu.wgmma(delta, b.T, u.T)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(self.empty.at[stage])
+                return step + 1
 
-            deltas = [plgpu.ACC((64, chunk[p].width)) for _, _, p in places]
-            for delta, (_, i, p) in zip(pl.run_scoped(products, *deltas), places, strict=True):
-                sums[i][p] = jnp.where(inside[p], sums[i][p] + delta, sums[i][p])
-            step = step + len(steps)
-        return tuple(map(tuple, sums)), step
+            lax.fori_loop(0, steps, add, step)
+            return tuple(delta[...] for delta in deltas)
+
+        accumulators = [plgpu.ACC((64, chunk[p].width)) for _, _, p in places]
+        deltas = pl.run_scoped(products, *accumulators)
+
+        def added(inside):
+            total = [list(pieces) for pieces in sums]
+            for delta, (_, i, p) in zip(deltas, places, strict=True):
+                total[i][p] = inside(chunk[p], sums[i][p] + delta, sums[i][p])
+            return tuple(map(tuple, total))
+
+        def of_run(piece, new, old):
+            offset = begin - piece.start
+            return jnp.where(self.between(piece.width, first + offset, stop + offset), new, old)
+
+        whole = (first == 0) & (stop == layout.chunk)
+        sums = lax.cond(whole, lambda: added(lambda piece, new, old: new), lambda: added(of_run))
+        return sums, step + steps
 
     @staticmethod
     def between(width, first, stop):
         """Which columns of [64, width] are in [first, stop)."""
         column = plgpu.broadcasted_iota(jnp.int32, (64, width), 1, layout=plgpu.Layout.WGMMA)
         return (column >= first) & (column < stop)
-
-    def terms_in_order(self):
-        """`steps_of_run` with the rank steps of one term (or one gated set) together."""
-        together = {}
-        for terms, first_rank in self.layout.steps_of_run():
-            together.setdefault(terms, []).append((terms, first_rank))
-        return list(together.values())
 
     def store(self, tile, warpgroup, number, chunk, sums):
         """Writes the tile's own rows of one chunk: [64 features, rows] turned to [rows, 64]."""

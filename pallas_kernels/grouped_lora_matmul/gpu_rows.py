@@ -27,6 +27,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
 FEW_ROWS = 2048  # up to here all pairs of rows are compared, for everything
 COMPARED_ROWS = 4096  # up to here comparing all pairs places rows faster than a sort
+PACK = 12  # bits that hold any count up to FEW_ROWS
 RADIX_ROWS = 16385  # from here on XLA sorts with the radix sort, which is several times faster
 
 
@@ -135,7 +136,7 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
 
     Args:
       group_sizes: int32 [G], or None for M / G rows in every group.
-      row_slots: int32 [M], or None when no row has an adapter.
+      row_slots: int32 [M], -1 for rows without an adapter.
     """
     count = row_slots.shape[0]
     row = jnp.arange(count, dtype=jnp.int32)
@@ -239,7 +240,7 @@ def route(groups: int, slots: int, group, token_slots) -> Route:
     if count <= UNSORTED_ROWS:
         row = np.arange(count, dtype=np.int32)
         token, position, tables = jnp.asarray(row // choices), jnp.asarray(row), _unsorted(place)
-    elif count <= FEW_ROWS:
+    elif count <= FEW_ROWS and (groups + 1) * (slots + 1) * count < 2**31:
         token, position, tables = _route_few(groups, slots, place, choices)
     else:
         order, position = _sorted_order(groups, slots, place)
@@ -278,38 +279,59 @@ def _position(groups, slots, place):
 
 
 def _route_few(groups, slots, place, choices):
+    """By comparing all pairs, in few kernels: what is counted at once is summed in one number.
+
+    Comparisons are turned into numbers, not selected by: that is what XLA puts into one kernel.
+    """
     count = place.shape[0]
     row = jnp.arange(count, dtype=jnp.int32)
     height = tile_height(count, groups)
-    # First: where each row goes, and where its run and its group end, by comparing all pairs.
     group = group_of(place)
-    position = _position(groups, slots, place)
-    run_end = _number(place[None, :] <= place[:, None])
-    begin = _number(place[None, :] < group[:, None] * 65536)
-    end = _number(place[None, :] < group[:, None] * 65536 + 65536)
-    # Barriers keep one step one kernel: XLA would share comparisons between them through memory.
-    position, run_end, begin, end = lax.optimization_barrier((position, run_end, begin, end))
+    # First: where each row goes, and where its run and its group end. All count smaller numbers.
+    of_group = (slots + 1) * count
+    run = (group * (slots + 1) + slot_of(place) + 1) * count
+    number = run + row
+
+    def counted(limit):
+        return (number[None, :] < limit[:, None]).astype(jnp.int32)
+
+    packed = (
+        jnp.sum(counted(first) + (counted(second) << PACK), axis=1)
+        for first, second in (
+            (number, run + count),
+            (group * of_group, group * of_group + of_group),
+        )
+    )
+    own, of_groups = lax.optimization_barrier(tuple(packed))
+    (position, run_end), (begin, end) = _unpacked(own), _unpacked(of_groups)
     # Second: the same in order, and each tile's number. Low tiles need no equal cut.
     piece = lax.div(position - begin, jnp.int32(height))
     is_first = position - begin == piece * height
-    order = _marked_row(position, row)
-    tile_of_row = _number(jnp.where(is_first, position, count)[None, :] < position[:, None])
-    order, tile_of_row = lax.optimization_barrier((order, tile_of_row))
-    # Third: each tile's first row.
+    key = jnp.where(is_first, position, count)
+    here = (position[None, :] == row[:, None]).astype(jnp.int32)
+    tiles_before = (key[None, :] < position[:, None]).astype(jnp.int32)
+    order, tile_of_row = _unpacked(
+        lax.optimization_barrier(jnp.sum(here * row + (tiles_before << PACK), axis=1))
+    )
+    # Third: each tile's first row, 0 for no tile.
     tile = jnp.arange(most_tiles(groups, count), dtype=jnp.int32)
-    number = jnp.where(is_first, tile_of_row, -1)
-    start = _marked_row(number, tile)
+    key = jnp.where(is_first, tile_of_row, -1)
+    start = jnp.sum((key[None, :] == tile[:, None]).astype(jnp.int32) * (row + 1), axis=1)
     start = lax.optimization_barrier(start)
-    used = number[start] == tile
+    used, start = start > 0, jnp.maximum(start - 1, 0)
     words = _words(
-        position[start],
+        jnp.where(used, position[start], 0),
         jnp.where(used, jnp.minimum(end - position, height)[start], 0),
         jnp.where(used, group[start], groups),
     )
-    tiles = Tiles(_whole((tile_of_row + is_first)[order], tiles_together(count, groups)), words)
+    number = _whole((tile_of_row + is_first)[order], tiles_together(count, groups))
     place = place[order]
-    tables = Tables(place, run_end[order], _pieces(place), tiles, in_order=True)
+    tables = Tables(place, run_end[order], _pieces(place), Tiles(number, words), in_order=True)
     return lax.div(order, jnp.int32(choices)), position, tables
+
+
+def _unpacked(number):
+    return number & ((1 << PACK) - 1), number >> PACK
 
 
 def _marked_row(numbers, wanted):

@@ -10,6 +10,7 @@ import math
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 SHARED_MEMORY = 227 * 1024 - 1024  # bytes a program may use, less its barriers
+ARRAY = 1024  # bytes of shared memory that every array takes a multiple of
 CHUNK = 32  # rows added and stored at once
 TILES = 2  # tiles whose words are in shared memory
 TILE_WORDS = 4  # of the table of tiles, 16 bytes: copies begin at multiples of it
@@ -65,8 +66,14 @@ class ShrinkSchedule:
     programs: int
 
 
-def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> ProductSchedule:
-    """For `rows` rows over `groups` groups, `width` features in each of `parts` parts."""
+def product_schedule(
+    rows: int, groups: int, width: int, parts: int = 1, ranks: tuple[int, ...] = ()
+) -> ProductSchedule:
+    """For `rows` rows over `groups` groups, `width` features in each of `parts` parts.
+
+    Args:
+      ranks: those of its low-rank terms. A gated product's share a stage.
+    """
     mean = rows / groups
     heights = _heights(mean)
     # Tall tiles multiply 128 features in each warpgroup; low ones only wait for W, and finer
@@ -80,9 +87,10 @@ def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> Prod
         consumers = 1 if narrow > wide + 0.02 else 2
     buffers = min(4, 2 * blocks * -(-heights[-1] // CHUNK)) if heights[-1] <= 128 else 2
     w_rows = parts * blocks * consumers * 64
-    stage = (w_rows + max(heights[-1], CHUNK)) * 128
-    words = TILES * 4 * (LINE + 2 * whole_lines(heights[-1] + TILE_WORDS))
-    free = SHARED_MEMORY - words - consumers * buffers * min(CHUNK, heights[-1]) * 128
+    stage = (w_rows + x_rows(heights, u_columns(ranks, parts))) * 128
+    words = 4 * TILES * words_of_tile(heights)
+    output = consumers * buffers * min(CHUNK, heights[-1]) * 128
+    free = SHARED_MEMORY - _whole(words, ARRAY) - _whole(output, ARRAY)
     tiles = most_tiles * -(-width // (64 * blocks * consumers))
     return ProductSchedule(
         blocks,
@@ -101,9 +109,30 @@ def tiles_together(rows: int, groups: int) -> int:
     return max(1, min(8, round(mean / _heights(mean)[-1])))
 
 
-def whole_lines(words: int) -> int:
-    """Words of shared memory that hold so many and end with a line."""
-    return -(-words // LINE) * LINE
+def u_columns(ranks: tuple[int, ...], parts: int) -> int:
+    """Columns of u in one stage: of one term, or of all terms of a gated product."""
+    return (len(ranks) if parts == 2 else 1) * rank_step(max(ranks)) if ranks else 0
+
+
+def x_rows(heights: tuple[int, ...], columns: int) -> int:
+    """Rows of 64 columns that a stage has for x, or for a chunk's rows of u."""
+    u_bytes = 2 * min(CHUNK, heights[-1]) * columns
+    # Of whole swizzle patterns, which are 8 rows.
+    return _whole(max(heights[-1], -(-u_bytes // 128)), 8)
+
+
+def words_of_tile(heights: tuple[int, ...]) -> int:
+    """Words of shared memory for a tile: its line of the table, its rows' places and run ends."""
+    return LINE + 2 * words_of_rows(heights)
+
+
+def words_of_rows(heights: tuple[int, ...]) -> int:
+    """Words for one number of each row; a copy begins up to a unit before the first."""
+    return _whole(heights[-1] + TILE_WORDS, LINE)
+
+
+def _whole(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
 
 def _last_wave(tiles: float) -> float:
@@ -120,11 +149,12 @@ def tile_height(rows: int, groups: int) -> int:
 def _heights(mean: float) -> tuple[int, ...]:
     """Tile variants for a mean number of rows in a group; three, or the compiler gives up."""
     for limit, heights in (
+        (1, (8,)),
         (6, (8, 16)),
         (12, (8, 16, 32)),
         (40, (16, 32, 64)),
         (80, (64, 80, 96)),
-        (160, (128, 144, 160)),
+        (TALLEST, (112, 128, TALLEST)),
     ):
         if mean <= limit:
             return heights
@@ -136,8 +166,13 @@ def _heights(mean: float) -> tuple[int, ...]:
 
 
 def rank_tile(rank: int) -> int:
-    """Rank columns of one low-rank step: the narrowest swizzle that holds them, at most 64."""
+    """Columns that u of a term starts at a multiple of: the narrowest swizzle, or the widest."""
     return next(size for size in (16, 32, 64) if rank <= size or size == 64)
+
+
+def rank_step(rank: int) -> int:
+    """Ranks of one low-rank step of a product: with more, the tallest tiles' stages do not fit."""
+    return min(32, rank_tile(rank))
 
 
 def shrink_schedule(rows: int, rank_blocks: int) -> ShrinkSchedule:

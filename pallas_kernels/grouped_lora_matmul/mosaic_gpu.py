@@ -13,10 +13,14 @@ from pallas_kernels.grouped_lora_matmul import gpu_gather, gpu_rows
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import product_schedule, shrink_schedule
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    product_schedule,
+    shrink_schedule,
+)
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import packed_columns, shrink_kernel
 
 MAX_RANK = 128
+MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
 MANY_ROWS = 1024
 
 
@@ -66,7 +70,8 @@ def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):
     """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`."""
     parts = 1 if gate is None else 2
     width = w.shape[3 - contract] // parts
-    schedule = product_schedule(x.shape[0], w.shape[0], width, parts)
+    ranks = tuple(factor.shape[2] for factor in factors)
+    schedule = product_schedule(x.shape[0], w.shape[0], width, parts, ranks)
     terms = Terms(tuple(u), tuple(map(_whole_ranks, factors))) if factors else None
     return product_kernel(tables, x, w, terms, tuple(starts), schedule, contract, gate)
 
@@ -83,20 +88,35 @@ def shrink(x, tables: Tables, factors, starts, scalings):
     # Terms of the same columns of x read them once.
     for start, width in dict.fromkeys(columns):
         same = [term for term, its in enumerate(columns) if its == (start, width)]
-        first, owned = packed_columns(tuple(factors[term].shape[2] for term in same))
-        schedule = shrink_schedule(x.shape[0], -(-(first[-1] + owned[-1]) // 64))
-        found = shrink_kernel(
-            x,
-            tables,
-            tuple(factors[term] for term in same),
-            tuple(scalings[term] for term in same),
-            start,
-            width,
-            schedule,
-        )
-        for term, its in zip(same, found, strict=True):
-            u[term] = its
+        for pack in _packs(same, [factor.shape[2] for factor in factors]):
+            found = shrink_kernel(
+                x,
+                tables,
+                tuple(factors[term] for term in pack),
+                tuple(scalings[term] for term in pack),
+                start,
+                width,
+                shrink_schedule(x.shape[0], _blocks([factors[term].shape[2] for term in pack])),
+            )
+            for term, its in zip(pack, found, strict=True):
+                u[term] = its
     return tuple(u)
+
+
+def _packs(terms, ranks):
+    """The terms in as many kernels as their ranks need."""
+    packs = [[]]
+    for term in terms:
+        if packs[-1] and _blocks([ranks[i] for i in (*packs[-1], term)]) > MAX_BLOCKS:
+            packs.append([])
+        packs[-1].append(term)
+    return packs
+
+
+def _blocks(ranks):
+    """Blocks of 64 columns that u of these ranks takes."""
+    first, owned = packed_columns(tuple(ranks))
+    return -(-(first[-1] + owned[-1]) // 64)
 
 
 def outer(left, right, start, width, tables: Tables, shape):

@@ -5,6 +5,8 @@ The backend interface is described in `differentiable.py`.
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,7 +22,17 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def check(x, w, lora, parts):
-    """Raises NotImplementedError, with the shapes, for what the kernels cannot serve."""
+    """Raises NotImplementedError, with the shapes, for what the kernels cannot serve:
+
+    - other types than bfloat16 and float32;
+    - widths whose tiles do not fit in VMEM. An N that is no multiple of 16 (float32: 8), or a K
+      that is none of 128, cannot be cut: on a TPU of 64 MiB, N x K up to about 13 million (float32:
+      4 million). Others may have tens of thousands of columns;
+    - so many slots that the gradients' sums of one group, or of a shared factor, do not fit in VMEM
+      (on 64 MiB, slots x ranks up to 52,000; the ranks of A's that are added up together count
+      together), or more than 229,000 scalings of slots and groups, which lie in scalar memory;
+    - more than nine million rows, whose tasks lie there too.
+    """
     pairs = [pair for pair in lora if pair is not None]
 
     def refuse(why: str):
@@ -56,8 +68,21 @@ def _schedule_all(x, w, pairs, parts):
     for width, factors in ((k, [p.a for p in pairs]), (n, [p.b for p in pairs])):
         terms = tuple((f.shape[2], f.shape[3], itemsize(f.dtype)) for f in factors)
         tpu_schedule.shrink_schedule(rows, (width,), size, terms, device)
-        for slots, _, rank, its_width in (factor.shape for factor in factors):
-            tpu_schedule.outer_schedule(rows, slots, rank, its_width, size, size, device)
+    tpu_schedule.check_scalings(sum(math.prod(pair.scaling.shape) for pair in pairs))
+    for slots, rank, width in _outers(pairs):
+        tpu_schedule.outer_schedule(rows, slots, rank, width, size, size, device)
+
+
+def _outers(pairs):
+    """Slots, rank and width of the gradients' products: of B alone, of A together where the slots
+    and groups are the same."""
+    ranks_of_a = {}
+    for pair in pairs:
+        slots, groups, rank, k = pair.a.shape
+        yield slots, rank, pair.b.shape[3]
+        ranks_of_a[slots, groups, k] = ranks_of_a.get((slots, groups, k), 0) + rank
+    for (slots, _, k), ranks in ranks_of_a.items():
+        yield slots, ranks, k
 
 
 def _shape(x, w, k, n, halves, contract, terms):
@@ -167,6 +192,7 @@ def shrink(x, tables: Tables, factors, starts, scalings):
     if 0 not in of_term:
         sources, of_term = sources[1:], [source - 1 for source in of_term]
     device = tpu_schedule.current_device()
+    tpu_schedule.check_scalings(sum(scaling.size for scaling in scalings))
     schedule = tpu_schedule.shrink_schedule(
         rows,
         tuple(source.shape[1] for source in sources),
@@ -185,7 +211,6 @@ def shrink(x, tables: Tables, factors, starts, scalings):
 def outer(left, right, start, width, tables: Tables, shape):
     """The sum of left[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
     slots, groups = shape
-    right = lax.slice_in_dim(right, start, start + width, axis=1)
     rows, rank = left.shape
     if rows == 0:
         return jnp.zeros((*shape, rank, width), jnp.float32)
@@ -194,11 +219,15 @@ def outer(left, right, start, width, tables: Tables, shape):
     schedule = tpu_schedule.outer_schedule(
         rows, slots, rank, width, itemsize(left.dtype), itemsize(right.dtype), device
     )
+    if start % schedule.block_n or schedule.block_n % LANES:
+        # Blocks of columns start at multiples of their width: here a copy has to cut them out.
+        right, start = lax.slice_in_dim(right, start, start + width, axis=1), 0
     return outer_kernel(
         row_tasks(ends, rows, schedule.block_m, empty_groups=True),
         row_runs(tables, schedule.block_m, by_group=groups > 1),
         left,
         right,
+        (start, width),
         shape,
         schedule,
         device,

@@ -31,14 +31,28 @@ from pallas_kernels.grouped_lora_matmul.tpu_tasks import Tasks
 COLUMNS = 512
 
 
-def outer_kernel(tasks: Tasks, runs, left, right, shape, schedule: OuterSchedule, device: Device):
+def outer_kernel(
+    tasks: Tasks,
+    runs,
+    left,
+    right,
+    columns: tuple[int, int],
+    shape: tuple[int, int],
+    schedule: OuterSchedule,
+    device: Device,
+):
     """Runs the kernel; float32 shape + [R, width].
 
     Args:
+      columns: first column of `right`, a multiple of the schedule's block_n, and width.
       tasks, runs: for the schedule's block_m. Tasks have as many groups as `shape`, all of them.
     """
     s, (slots, groups) = schedule, shape
-    (rows, rank), width = left.shape, right.shape[1]
+    (rows, rank), (start, width) = left.shape, columns
+    first = start // s.block_n
+
+    def right_block(j, t, counts, tile, *_):
+        return tile[t], first + j
 
     def sums(j, t, counts, tile, group, *_):
         return 0, jnp.minimum(group[t], groups - 1), 0, j
@@ -56,7 +70,7 @@ def outer_kernel(tasks: Tasks, runs, left, right, shape, schedule: OuterSchedule
                     memory_space=pltpu.SMEM,
                 ),
                 pl.BlockSpec((s.block_m, rank), lambda j, t, counts, tile, *_: (tile[t], 0)),
-                pl.BlockSpec((s.block_m, s.block_n), lambda j, t, counts, tile, *_: (tile[t], j)),
+                pl.BlockSpec((s.block_m, s.block_n), right_block),
             ],
             out_specs=pl.BlockSpec((slots, None, rank, s.block_n), sums),
         ),
@@ -65,7 +79,9 @@ def outer_kernel(tasks: Tasks, runs, left, right, shape, schedule: OuterSchedule
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * rank * width,
-            bytes_accessed=nbytes(left, right) + 4 * slots * groups * rank * width,
+            bytes_accessed=nbytes(left)
+            + rows * width * right.dtype.itemsize
+            + 4 * slots * groups * rank * width,
             transcendentals=0,
         ),
         name=f"lora_outer_r{rank}_n{width}_m{s.block_m}",

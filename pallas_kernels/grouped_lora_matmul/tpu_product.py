@@ -475,7 +475,9 @@ def _store(layout: _Layout, y, acc, lo, hi):
             if acc is None:
                 value = jnp.zeros((height, width), jnp.float32)
             elif layout.gate is not None:
-                value = gated(acc[0, rows, columns], acc[1, rows, columns], layout.gate)
+                # Of what the product without a gate would give: training gates that.
+                halves = (acc[half, rows, columns].astype(y.dtype) for half in range(2))
+                value = gated(*(half.astype(jnp.float32) for half in halves), layout.gate)
             else:
                 value = acc[0, rows, columns]
             keep = rows_within(first, (height, width), lo, hi)

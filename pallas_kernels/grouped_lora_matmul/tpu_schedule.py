@@ -19,6 +19,8 @@ ROW_ALIGN = 16  # rows of a bfloat16 register tile: where a window of rows may s
 MAX_BLOCK_M = 512
 HEIGHTS = (64, 128, 256)  # rows of the windows of a product with W: few, or enough for the MXU
 RUN_HEIGHTS = (16, 128)  # rows of the windows of a run: one slot's rows may be very few
+SMEM = 1 << 20  # bytes of scalar memory of one core, on every generation
+TASK_BYTES = 7 * 4  # of one task in the tables of `row_tasks`
 COPIES_IN_FLIGHT = 8 << 20  # bytes of small copies that hide a copy's latency
 
 
@@ -113,6 +115,19 @@ def window_heights(block_m: int, heights: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(height for height in heights if height <= block_m) or (block_m,)
 
 
+def tasks_fit(rows: int, block_m: int) -> bool:
+    """Whether scalar memory holds the tasks of all tiles, with room for those of the groups."""
+    return -(-rows // block_m) * TASK_BYTES <= SMEM // 2
+
+
+def check_scalings(count: int):
+    """Raises NotImplementedError if scalar memory cannot hold so many scalings of one shrink."""
+    if count * 4 > SMEM * 7 // 8:
+        raise NotImplementedError(
+            f"{count} scalings of slots and groups do not fit in the {SMEM >> 10} KiB of SMEM"
+        )
+
+
 def padded_bytes(rows: int, columns: int, itemsize: int) -> int:
     """Bytes of a matrix in VMEM."""
     return round_up(rows, 32 // itemsize) * round_up(columns, LANES) * itemsize
@@ -134,6 +149,7 @@ def product_schedule(shape: ProductShape, device: Device) -> ProductSchedule:
     """
     tallest = tile_rows(shape.rows)
     heights = [height for height in (512, 256, 128, 64, 32, 16) if height <= tallest]
+    heights = [height for height in heights if tasks_fit(shape.rows, height)]
     preferred = [height for height in heights if height >= min(256, tallest)]
     cuts = _column_cuts(shape, device)
     for few_ahead in (False, True):
@@ -143,7 +159,8 @@ def product_schedule(shape: ProductShape, device: Device) -> ProductSchedule:
             if found is not None:
                 return found
     raise NotImplementedError(
-        f"the tiles of {shape} do not fit in the {device.vmem >> 20} MiB of VMEM of this TPU"
+        f"the tiles of {shape} do not fit in the {device.vmem >> 20} MiB of VMEM of this TPU, "
+        f"or their tasks in its {SMEM >> 10} KiB of SMEM"
     )
 
 
@@ -322,9 +339,11 @@ def outer_schedule(rows, slots, rank, width, left_bytes, right_bytes, device) ->
             total = 2 * slots * padded_bytes(rank, block_n, 4)
             total += 2 * padded_bytes(block_m, block_n, right_bytes)
             total += 2 * padded_bytes(block_m, rank, left_bytes)
-            if total <= device.budget:
+            if total <= device.budget and tasks_fit(rows, block_m):
                 return OuterSchedule(block_m, block_n, window_heights(block_m, RUN_HEIGHTS))
-    raise NotImplementedError(f"the sums of {slots=} of {rank=} do not fit in VMEM")
+    raise NotImplementedError(
+        f"the sums of {slots=} of {rank=} do not fit in VMEM, or the tasks of {rows=} in SMEM"
+    )
 
 
 def itemsize(dtype) -> int:

@@ -149,8 +149,17 @@ def row_runs(tables: Tables, block_m: int, *, by_group: bool):
     differs = slot[:, 1:] != slot[:, :-1]
     if by_group:
         differs |= (slot[:, 1:] >= 0) & (group[:, 1:] != group[:, :-1])
-    # The next row that differs from the one before it: a reduction over pairs, fused, not a scan.
     row = jnp.arange(block_m, dtype=jnp.int32)
-    later = differs[:, None, :] & (row[1:] > row[:, None])
-    end = jnp.min(jnp.where(later, row[1:], block_m), axis=2, initial=block_m)
+    following = jnp.where(differs, row[1:], block_m)
+    end = _smallest_from_here_on(jnp.pad(following, ((0, 0), (0, 1)), constant_values=block_m))
     return jnp.stack([slot, end, group], axis=1).astype(jnp.int32)
+
+
+def _smallest_from_here_on(values):
+    """The minimum of each element of [F, L] and those right of it, by doubling: log L fused steps,
+    where comparing all pairs would be L times the work."""
+    distance, length = 1, values.shape[1]
+    while distance < length:
+        shifted = jnp.concatenate([values[:, distance:], values[:, -distance:]], axis=1)
+        values, distance = jnp.minimum(values, shifted), 2 * distance
+    return values

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_lora_matmul import gpu_product, gpu_shrink
+from pallas_kernels.grouped_lora_matmul import gpu_product, gpu_shrink, mosaic_gpu
 from pallas_kernels.grouped_lora_matmul import gpu_schedule as gs
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.mosaic_gpu import MAX_RANK
@@ -56,9 +56,9 @@ def product_memory(schedule, rows, groups, k, width, parts, ranks, contract=2) -
     return shared_memory(layout)
 
 
-def check_product(rows, groups, width, parts) -> gs.ProductSchedule:
-    schedule = gs.product_schedule(rows, groups, width, parts)
-    assert schedule == gs.product_schedule(rows, groups, width, parts)
+def check_product(rows, groups, width, parts, ranks) -> gs.ProductSchedule:
+    schedule = gs.product_schedule(rows, groups, width, parts, ranks)
+    assert schedule == gs.product_schedule(rows, groups, width, parts, ranks)
     check_heights(schedule.heights)
     # More variants of the whole K loop and the compiler spills registers.
     assert len(schedule.heights) <= 3
@@ -93,7 +93,7 @@ def test_named_shapes(name, tokens):
             (hidden, wide, 1, (rank,), 1),
             (hidden, wide, 2, (), 2),
         ):
-            schedule = check_product(rows, groups, width, parts)
+            schedule = check_product(rows, groups, width, parts, ranks)
             assert schedule.stages >= 4
             memory = product_memory(schedule, rows, groups, k, width, parts, ranks, contract)
             assert memory <= LIMIT, (schedule, ranks)
@@ -102,6 +102,13 @@ def test_named_shapes(name, tokens):
 
 
 def check_shrink(rows, ranks, width):
+    packs = mosaic_gpu._packs(range(len(ranks)), ranks)
+    assert [term for pack in packs for term in pack] == list(range(len(ranks)))
+    for pack in packs:
+        check_pack(rows, tuple(ranks[term] for term in pack), width)
+
+
+def check_pack(rows, ranks, width):
     first, owned = gpu_shrink.packed_columns(ranks)
     blocks = -(-(first[-1] + owned[-1]) // 64)
     schedule = gs.shrink_schedule(rows, blocks)
@@ -109,7 +116,8 @@ def check_shrink(rows, ranks, width):
     check_heights(schedule.heights)
     assert schedule.heights[-1] >= (schedule.block or gs.PIECE)
     assert 1 <= schedule.programs <= MULTIPROCESSORS
-    assert schedule.stages >= 1
+    # Loads of one stage overlap the products of another.
+    assert schedule.stages >= 2
     layout = gpu_shrink._Layout(
         array(rows, width),
         [array(8, 1, rank, width) for rank in ranks],
@@ -135,8 +143,8 @@ ROWS = st.one_of(st.integers(1, 300), st.integers(1, 300_000))
     contract=st.sampled_from([1, 2]),
 )
 def test_any_product(rows, groups, width, parts, ranks, contract):
-    schedule = check_product(rows, groups, width, parts)
-    ranks = ranks[:2] if parts == 2 else ranks
+    ranks = tuple(ranks[:2] if parts == 2 else ranks)
+    schedule = check_product(rows, groups, width, parts, ranks)
     contract = 2 if parts == 2 else contract
     memory = product_memory(schedule, rows, groups, 512, width, parts, ranks, contract)
     assert memory <= LIMIT, schedule

@@ -21,15 +21,22 @@ from tests.pallas_kernels.tpu_compile import SETTINGS, TOPOLOGIES
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (tpu-aot extra)"
 )
+KERNELS = {
+    "layer, per expert": 4,
+    "gradients, per expert": 22,
+    "layer, shared outer": 5,
+    "gradients, shared outer": 23,
+    "layer, no adapters": 2,
+    "gradients, no adapters": 4,
+}  # of whole layers; all other calls are one
 CALLS = 10
 
 
-def compile_all(generation, name, tokens, *, dtype="bfloat16", rank=16, slots=8):
+def compile_all(generations, name, **options):
     """The reports of `tpu_compile`."""
-    command = [sys.executable, "-m", "tests.pallas_kernels.tpu_compile", generation, name]
-    command += [str(tokens), dtype, str(rank), str(slots)]
+    arguments = json.dumps(dict(generations=generations, name=name) | options)
     run = subprocess.run(
-        command,
+        [sys.executable, "-m", "tests.pallas_kernels.tpu_compile", arguments],
         cwd=Path(__file__).parents[2],
         env=os.environ | SETTINGS,
         capture_output=True,
@@ -38,15 +45,19 @@ def compile_all(generation, name, tokens, *, dtype="bfloat16", rank=16, slots=8)
     )
     assert run.returncode == 0, run.stderr[-4000:]
     reports = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(reports) == CALLS
-    assert all(report["kernels"] == 1 for report in reports), reports
+    calls = options.get("only")
+    assert len(reports) == len(generations) * (len(calls) if calls else CALLS + len(KERNELS))
+    for report in reports:
+        assert report["kernels"] == KERNELS.get(report["call"], 1), report
     return reports
 
 
-def test_decode_on_v6e():
-    for report in compile_all("v6e", "qwen3-30b-a3b", DECODE_TOKENS):
-        # Tables alone: no copy of W, of a bank or of rows.
-        assert report["temporary_bytes"] < 2 << 20, report
+def test_one_layer_on_every_generation():
+    """Every kernel; one process, as most of the time goes to importing and to a first compile."""
+    calls = ["layer, shared outer", "outer"]
+    for report in compile_all(list(TOPOLOGIES), "deepseek-v3-ep8", only=calls):
+        # Tables and rows alone: no copy of W or of a bank.
+        assert report["temporary_bytes"] < 8 << 20, report
 
 
 @pytest.mark.slow
@@ -54,7 +65,10 @@ def test_decode_on_v6e():
 @pytest.mark.parametrize("name", EXPERT_SHAPES)
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 def test_named_shapes(generation, name, tokens):
-    compile_all(generation, name, tokens)
+    reports = compile_all([generation], name, tokens=tokens)
+    if tokens == DECODE_TOKENS and name != "gpt-oss-20b":  # whose factors are padded: 2880 columns
+        for report in reports[:CALLS]:
+            assert report["temporary_bytes"] < 2 << 20, report
 
 
 @pytest.mark.slow
@@ -63,5 +77,6 @@ def test_named_shapes(generation, name, tokens):
     "dtype, rank, slots", [("float32", 16, 8), ("bfloat16", 4, 1), ("bfloat16", 128, 64)]
 )
 def test_ranks_slots_and_float32(generation, dtype, rank, slots):
-    compile_all(generation, "qwen3-30b-a3b", PREFILL_TOKENS, dtype=dtype, rank=rank, slots=slots)
-    compile_all(generation, "qwen3-30b-a3b", 1, dtype=dtype, rank=rank, slots=slots)
+    for tokens in (PREFILL_TOKENS, 1):
+        sizes = dict(tokens=tokens, dtype=dtype, rank=rank, slots=slots)
+        compile_all([generation], "qwen3-30b-a3b", **sizes)

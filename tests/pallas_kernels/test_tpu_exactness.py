@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.grouped_lora_matmul.gate import Gate, gated_columns
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule, tile_rows
 from tests.pallas_kernels.tpu_cases import ProductCase, Term
 from tests.pallas_kernels.tpu_interpreter import jitted
@@ -116,6 +118,16 @@ def test_schedules_give_the_same_bits(contract, first, others):
         for cut in (first, *others)
     )
     assert all(np.array_equal(y, expected) for y in found)
+
+
+def test_a_gate_rounds_as_in_training():
+    """Training keeps gate and up in x's dtype for the gradient, and gates what it keeps."""
+    tiles = schedule(block_n=64, piece=64)
+    case = ProductCase(ROWS, 48, 64, dtype="bfloat16", schedule=tiles)
+    gated = dataclasses.replace(case, gate=Gate(), schedule=schedule(block_n=32, piece=32))
+    arguments = case.arguments(SIZES, SLOTS)
+    expected = gated_columns(jnp.asarray(case.run(*arguments, races=False)), Gate())
+    assert np.array_equal(gated.run(*arguments, races=False), expected)
 
 
 @pytest.mark.parametrize(

@@ -159,18 +159,22 @@ def test_shrink(batch):
 
 
 @pytest.mark.parametrize(
-    "groups, start",
-    [(3, 25), pytest.param(1, 0, marks=pytest.mark.slow), pytest.param(3, 9, marks=pytest.mark.slow)],
+    "groups, start, width",
+    [
+        pytest.param(3, 128, 128, id="columns in place"),
+        pytest.param(3, 9, 25, id="columns cut out", marks=pytest.mark.slow),
+        pytest.param(1, 0, 300, id="all groups", marks=pytest.mark.slow),
+    ],
 )
 @settings(max_examples=5, deadline=None)
 @given(batch=batches(40, 3, 4))
-def test_outer(groups, start, batch):
+def test_outer(groups, start, width, batch):
     rng = np.random.default_rng(0)
     left = rng.standard_normal((40, 5)).astype(np.float32)
-    right = rng.standard_normal((40, 50)).astype(np.float32)
+    right = rng.standard_normal((40, 300)).astype(np.float32)
     absent = (groups_of_rows(batch[0], 40) < 0) | (batch[1] < 0)
     left[absent], right[absent] = np.nan, np.inf
-    static = dict(start=start, width=25, shape=(4, groups))
+    static = dict(start=start, width=width, shape=(4, groups))
     found = jitted("outer", **static)(left, right, *batch)
     assert found.dtype == np.float32
     assert_close(found, tpu_interpreter.outer(left, right, *batch, **static), "float32")
@@ -213,6 +217,25 @@ class TestCheck:
         x, w = np.zeros((5, 16), dtype), np.zeros((1, 8, 16), np.float32)
         with pytest.raises(NotImplementedError, match=r"\[5, 16\].*\[1, 8, 16\]"):
             mosaic_tpu.check(x, w, (self.pair(),), (8,))
+
+    @pytest.mark.parametrize(
+        "slots, groups, rank, why",
+        [(1024, 256, 1, "SMEM"), (1024, 1, 40, "VMEM")],
+        ids=["scalings", "gradients of A of two parts"],
+    )
+    def test_slots(self, slots, groups, rank, why):
+        def zeros(*shape, dtype=np.float32):
+            return np.broadcast_to(dtype(0), shape)
+
+        pair = Lora(
+            zeros(slots, groups, rank, 16), zeros(slots, groups, rank, 8), zeros(slots, groups)
+        )
+        x, w = zeros(5, 16), zeros(groups, 16, 16)
+        assert (
+            mosaic_tpu.check(x, w[:, :8], (pair._replace(scaling=zeros(slots, 1)),), (8,)) is None
+        )
+        with pytest.raises(NotImplementedError, match=why):
+            mosaic_tpu.check(x, w, (pair, pair), (8, 8))
 
     def test_sizes(self):
         x = np.broadcast_to(np.float32(0), (5, 65_537))

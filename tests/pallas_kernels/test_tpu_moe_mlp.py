@@ -41,33 +41,45 @@ def arguments(shared: tuple[str, ...] | None, seed=0):
     return (4 * normal(TOKENS, HIDDEN), weights, lora), frozen
 
 
-def values_and_gradients(learned, frozen, dy, implementation):
+def layer(frozen, implementation, x, weights, lora):
+    return moe_mlp(x, weights=weights, implementation=implementation, **lora, **frozen)
+
+
+def values(learned, frozen, dy, implementation):
+    return jax.jit(functools.partial(layer, frozen, implementation))(*learned)
+
+
+def gradients(learned, frozen, dy, implementation):
     @jax.jit
-    def run(learned, frozen, dy):
-        def forward(x, weights, lora):
-            layer = functools.partial(moe_mlp, implementation=implementation)
-            return layer(x, weights=weights, **lora, **frozen)
+    def run(learned, dy):
+        return jax.vjp(functools.partial(layer, frozen, implementation), *learned)[1](dy)
 
-        y, pullback = jax.vjp(forward, *learned)
-        return y, pullback(dy)
+    return run(learned, dy)
 
-    return jax.tree.map(np.asarray, run(learned, frozen, dy))
+
+SHARED = {"per expert": (), "shared outer": ("gate.a", "up.a", "down.b"), "no adapters": None}
+QUICK = ((values, "shared outer"), (gradients, "no adapters"))
 
 
 @pytest.mark.parametrize(
-    "shared",
+    "function, shared",
     [
-        pytest.param(("gate.a", "up.a", "down.b"), id="shared outer"),
-        pytest.param((), id="per expert", marks=pytest.mark.slow),
-        pytest.param(None, id="no adapters", marks=pytest.mark.slow),
+        pytest.param(
+            function,
+            shared,
+            id=f"{function.__name__}, {shared}",
+            marks=() if (function, shared) in QUICK else pytest.mark.slow,
+        )
+        for function in (values, gradients)
+        for shared in SHARED
     ],
 )
-def test_values_and_gradients(shared):
-    learned, frozen = arguments(shared)
+def test_against_plain_jax(function, shared):
+    learned, frozen = arguments(SHARED[shared])
     dy = np.random.default_rng(1).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
-    expected = values_and_gradients(learned, frozen, dy, "xla")
+    expected = function(learned, frozen, dy, "xla")
     with interpreter():
-        found = values_and_gradients(learned, frozen, dy, "mosaic_tpu")
+        found = jax.tree.map(np.asarray, function(learned, frozen, dy, "mosaic_tpu"))
     for value, exact in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert value.shape == exact.shape and value.dtype == exact.dtype
         assert_close(value, exact, "float32")

@@ -42,6 +42,7 @@ def check(shape: ProductShape, device: Device):
     pieces = s.pieces * (s.n_tiles if shape.contract == 2 else 1)
     assert (pieces - 1) * s.piece < cut <= pieces * s.piece
     assert pieces == 1 or (s.piece % ts.ROW_ALIGN == 0 and cut % sublanes == 0)
+    assert -(-shape.rows // s.block_m) * ts.TASK_BYTES <= ts.SMEM // 2
     # The steps of the sum over K do not depend on the schedule.
     assert shape.contract == 2 or s.piece in (ts.PIECE, shape.k)
     for heights in (s.heights, s.run_heights):
@@ -93,6 +94,10 @@ def test_what_does_not_fit_is_refused():
         ts.shrink_schedule(8, (10**7,), 4, ((128, 10**7, 4),), Device())
     with pytest.raises(NotImplementedError):
         ts.outer_schedule(8, 10**5, 128, 128, 4, 4, Device())
+    with pytest.raises(NotImplementedError, match="SMEM"):
+        ts.product_schedule(ProductShape(10**8, 128, 128, 1, 2, 4, 4), Device())
+    with pytest.raises(NotImplementedError, match="SMEM"):
+        ts.outer_schedule(10**8, 4, 16, 128, 4, 4, Device())
 
 
 @pytest.mark.parametrize("rows, expected", [(1, 16), (16, 16), (17, 32), (500, 512), (9999, 512)])

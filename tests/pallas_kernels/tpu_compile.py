@@ -1,9 +1,9 @@
 """Compiles the TPU kernels ahead of time, without a TPU, and reports each as a line of JSON.
 
-    python -m tests.pallas_kernels.tpu_compile v6e qwen3-30b-a3b 64 float32
+    python -m tests.pallas_kernels.tpu_compile '{"generations": ["v6e"], "name": "qwen3-30b-a3b"}'
 
-Arguments: a TPU generation, a named expert shape, tokens, and a dtype. Runs in a process of its
-own: libtpu reads its settings from the environment when jax starts.
+The argument holds those of `main`. Runs in a process of its own: libtpu reads its settings from the
+environment when jax starts.
 """
 
 from __future__ import annotations
@@ -83,14 +83,73 @@ def calls(shape, tokens: int, dtype, rank: int, slots: int):
         yield name, functools.partial(outer, shape=buckets), arguments
 
 
-def main(generation: str, name: str, tokens: int, dtype: str, rank: int = 16, slots: int = 8):
+def layers(shape, tokens: int, dtype, rank: int, slots: int):
+    """Yields (name, function, argument shapes) of a whole layer, forward and with gradients."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import Lora, moe_mlp
+
+    def array(*sizes, dtype=dtype):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    groups, hidden, wide = shape.experts, shape.hidden, shape.intermediate
+
+    def pair(k, n, a_groups=groups, b_groups=groups):
+        scaling = array(slots, 1, dtype=jnp.float32)
+        return Lora(array(slots, a_groups, rank, k), array(slots, b_groups, rank, n), scaling)
+
+    choices = tokens, shape.top_k
+    x, weights = array(tokens, hidden), array(*choices, dtype=jnp.float32)
+    frozen = (
+        array(*choices, dtype=jnp.int32),
+        array(tokens, dtype=jnp.int32),
+        array(groups, 2 * wide, hidden),
+        array(groups, hidden, wide),
+    )
+    per_expert = pair(hidden, wide), pair(hidden, wide), pair(wide, hidden)
+    outer = pair(hidden, wide, 1), pair(hidden, wide, 1), pair(wide, hidden, groups, 1)
+
+    def layer(x, weights, lora, experts, token_slots, gate_up, down):
+        arrays = x, experts, weights, token_slots, gate_up, down, *lora
+        return moe_mlp(*arrays, gate=shape.gate, implementation="mosaic_tpu")
+
+    def gradients(x, weights, lora, frozen, dy):
+        return jax.vjp(lambda *learned: layer(*learned, *frozen), x, weights, lora)[1](dy)
+
+    dy = array(tokens, hidden, dtype=jnp.float32)
+    for name, lora in ("per expert", per_expert), ("shared outer", outer), ("no adapters", ()):
+        yield f"layer, {name}", layer, (x, weights, lora, *frozen)
+        yield f"gradients, {name}", gradients, (x, weights, lora, frozen, dy)
+
+
+def main(
+    generations: list[str],
+    name: str,
+    tokens: int = 64,
+    dtype: str = "bfloat16",
+    rank: int = 16,
+    slots: int = 8,
+    only: list[str] | None = None,
+):
+    """Compiles the kernels and layers of a named expert shape, or those that `only` names."""
+    from pallas_kernels.shapes import EXPERT_SHAPES
+
+    sizes = EXPERT_SHAPES[name], tokens, dtype, rank, slots
+    for generation in generations:
+        for call, function, arguments in (*calls(*sizes), *layers(*sizes)):
+            if only is None or call in only:
+                report = compiled(generation, function, arguments)
+                print(json.dumps({"generation": generation, "call": call} | report), flush=True)
+
+
+def compiled(generation: str, function, arguments):
+    """Compiles for one chip; returns what there is to know about the result."""
     import jax
     import numpy as np
     from jax.experimental import topologies
     from jax.experimental.layout import Format, Layout
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from pallas_kernels.shapes import EXPERT_SHAPES
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
     mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
@@ -102,25 +161,17 @@ def main(generation: str, name: str, tokens: int, dtype: str, rank: int = 16, sl
         row_major = Layout(major_to_minor=tuple(range(len(array.shape))))
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=Format(row_major, here))
 
-    for call, function, arguments in calls(EXPERT_SHAPES[name], tokens, dtype, rank, slots):
-        start = time.perf_counter()
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            compiled = (
-                jax.jit(function, out_shardings=here)
-                .trace(*jax.tree.map(placed, arguments))
-                .lower()
-                .compile()
-            )
-        report = {
-            "call": call,
-            "seconds": round(time.perf_counter() - start, 2),
-            "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
-            "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        }
-        print(json.dumps(report), flush=True)
+    start = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jitted = jax.jit(function, out_shardings=here)
+        result = jitted.trace(*jax.tree.map(placed, arguments)).lower().compile()
+    return {
+        "seconds": round(time.perf_counter() - start, 2),
+        "kernels": result.as_text().count('custom_call_target="tpu_custom_call"'),
+        "temporary_bytes": result.memory_analysis().temp_size_in_bytes,
+    }
 
 
 if __name__ == "__main__":
     os.environ.update(SETTINGS)
-    generation, name, tokens, dtype, *sizes = sys.argv[1:]
-    main(generation, name, int(tokens), dtype, *map(int, sizes))
+    main(**json.loads(sys.argv[1]))
