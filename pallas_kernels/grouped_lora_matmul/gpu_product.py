@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_lora_matmul.gate import Gate, gated
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
 from pallas_kernels.grouped_lora_matmul.gpu_memory import drain, overlaid, two_views, views_of
-from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, Tiles, slot_of
+from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, group_of, slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     CHUNK,
     LINE,
@@ -84,7 +84,8 @@ def product_kernel(
     Returns:
       [M, N] in x's dtype, or [M, N / 2] when gated.
     """
-    layout = _Layout(x, w, terms, starts, schedule, contract, gate, interpreted)
+    single_rows = tables.tiles is None
+    layout = _Layout(x, w, terms, starts, schedule, contract, gate, single_rows, interpreted)
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
         out_type=jax.ShapeDtypeStruct((x.shape[0], layout.out_width), x.dtype),
@@ -110,14 +111,15 @@ def product_kernel(
             *(u.array for u in terms.u),
             *terms.factors,
         )
-    return kernel(*tables.tiles, x, w, *lora)
+    tiles = (tables.place,) if tables.tiles is None else tables.tiles
+    return kernel(*tiles, x, w, *lora)
 
 
 class _Layout:
     """Sizes of one kernel, and its memory."""
 
-    def __init__(self, x, w, terms, starts, schedule, contract, gate, interpreted):
-        self.interpreted = interpreted
+    def __init__(self, x, w, terms, starts, schedule, contract, gate, single_rows, interpreted):
+        self.single_rows, self.interpreted = single_rows, interpreted
         self.schedule, self.contract, self.gate, self.starts = schedule, contract, gate, starts
         self.parts = 2 if gate is not None else 1
         self.rows, self.k = x.shape
@@ -177,7 +179,7 @@ class _Layout:
             full=plgpu.Barrier(num_arrivals=1 + self.w_copies, num_barriers=s.stages),
             empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
             tile_words=plgpu.SMEM((TILES, words_of_tile(s.heights)), jnp.int32),
-            tile_full=plgpu.Barrier(num_arrivals=3 if self.terms else 1, num_barriers=TILES),
+            tile_full=plgpu.Barrier(num_arrivals=self.word_copies(), num_barriers=TILES),
             tile_empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=TILES),
         )
         if self.terms:
@@ -185,6 +187,10 @@ class _Layout:
                 num_arrivals=2 * self.terms_of_stage, num_barriers=s.stages
             )
         return scratch
+
+    def word_copies(self):
+        """The tile's words in the table, or its row's place; with adapters places and run ends."""
+        return (0 if self.single_rows else 1) + (2 if self.terms else int(self.single_rows))
 
     def sets(self) -> list[_Set]:
         """What is added after another: each term, or all terms of a gated product at once."""
@@ -256,11 +262,16 @@ class _Tile(NamedTuple):
 
 def _body(layout: _Layout, *refs, **scratch):
     s = layout.schedule
-    tiles, (x, w, *lora, y) = Tiles(*refs[: len(Tiles._fields)]), refs[len(Tiles._fields) :]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    total = tiles.count[tiles.count.shape[0] - 1] * layout.feature_tiles
+    if layout.single_rows:
+        words, x, w, *lora, y = refs
+        count = layout.rows
+    else:
+        counts, words, x, w, *lora, y = refs
+        count = counts[counts.shape[0] - 1]
+    total = count * layout.feature_tiles
     mine = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
-    kernel = _Kernel(layout, tiles.words, x, w, y, lora, **scratch)
+    kernel = _Kernel(layout, words, x, w, y, lora, **scratch)
 
     @pl.when(warpgroup == s.consumers)
     def _memory():
@@ -361,8 +372,12 @@ class _Kernel:
     def tile_at(self, program, i) -> _Tile:
         """From the table; the words past its end are read, early, but nothing uses them."""
         tile, slice_of = self.number(program, i)
-        tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
-        words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
+        if self.layout.single_rows:
+            tile = jnp.minimum(tile, self.layout.rows - 1)
+            words = tile, 1, group_of(self.words[tile])
+        else:
+            tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
+            words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
         return self.tile_of(jnp.int32(i), words, slice_of)
 
     def load_words(self, tile: _Tile, program, i):
@@ -374,15 +389,18 @@ class _Kernel:
             plgpu.barrier_wait(self.tile_empty.at[slot])
 
         number, _ = self.number(program, i)
-        copies = [(self.words, number * TILE_WORDS, TILE_WORDS, 0)]
+        # A copy begins at a multiple of its unit, at or before the tile's first row.
+        first = tile.row - lax.rem(tile.row, jnp.int32(TILE_WORDS))
+        count = self.schedule.heights[-1] + TILE_WORDS
+        copies = []
+        if self.layout.single_rows:
+            copies.append((self.words, first, count, self.layout.place))
+        else:
+            copies.append((self.words, number * TILE_WORDS, TILE_WORDS, 0))
+            if self.layout.terms:
+                copies.append((self.places, first, count, self.layout.place))
         if self.layout.terms:
-            # A copy begins at a multiple of its unit, at or before the tile's first row.
-            first = tile.row - lax.rem(tile.row, jnp.int32(TILE_WORDS))
-            count = self.schedule.heights[-1] + TILE_WORDS
-            copies += [
-                (self.places, first, count, self.layout.place),
-                (self.run_ends, first, count, self.layout.run_end),
-            ]
+            copies.append((self.run_ends, first, count, self.layout.run_end))
         for source, first, count, destination in copies:
             plgpu.copy_gmem_to_smem(
                 source.at[pl.ds(first, count)],
@@ -394,14 +412,22 @@ class _Kernel:
         """The same from shared memory."""
         slot = lax.rem(i, jnp.int32(TILES))
         plgpu.barrier_wait(self.tile_full.at[slot])
-        _, slice_of = self.number(program, i)
-        return self.tile_of(i, [self.tile_words[slot, word] for word in range(3)], slice_of)
+        tile, slice_of = self.number(program, i)
+        if self.layout.single_rows:
+            words = tile, 1, group_of(self.tile_words[slot, self.word_of(self.layout.place, tile)])
+        else:
+            words = [self.tile_words[slot, word] for word in range(3)]
+        return self.tile_of(i, words, slice_of)
+
+    @staticmethod
+    def word_of(first, row):
+        """Where the word of a tile's first row is, of those that begin at `first`."""
+        return first + lax.rem(row, jnp.int32(TILE_WORDS))
 
     def run_at(self, tile: _Tile, row):
         """The slot of a row of the tile, and the end of its run."""
-        word = lax.rem(tile.row, jnp.int32(TILE_WORDS)) + row
-        place = self.tile_words[tile.slot, self.layout.place + word]
-        end = self.tile_words[tile.slot, self.layout.run_end + word]
+        place = self.tile_words[tile.slot, self.word_of(self.layout.place, tile.row) + row]
+        end = self.tile_words[tile.slot, self.word_of(self.layout.run_end, tile.row) + row]
         return slot_of(place), end - tile.row
 
     def adapted_rows(self, tile: _Tile):

@@ -69,14 +69,14 @@ class Tables:
       place: int32 [M], group * 2^16 + slot + 1 of each row; slot -1 past the last group, whose
         number is the number of groups.
       run_end: int32 [M], where the row's run (rows of one place) ends.
-      pieces, tiles: see there.
+      pieces, tiles: see there; no tiles where every row is a tile of its own.
       in_order: whether rows are known to be sorted by (group, slot), so that each is one run.
     """
 
     place: jax.Array
     run_end: jax.Array
     pieces: Pieces
-    tiles: Tiles
+    tiles: Tiles | None
     in_order: bool = False
 
     @property
@@ -260,11 +260,9 @@ def _number(which):
 
 def _unsorted(place) -> Tables:
     """Every row a run and a tile of its own, wherever its group is: no launches for a sort."""
-    # Constants, which cost no launch.
-    row = np.arange(place.shape[0], dtype=np.int32)
-    one, end = np.ones_like(row), row + 1
-    tiles = Tiles(end, _words(row, one, group_of(place)))
-    return jax.tree.map(jnp.asarray, Tables(place, end, Pieces(row, row), tiles))
+    # A constant, which costs no launch; nobody reads the pieces of so few rows.
+    end = jnp.asarray(np.arange(1, place.shape[0] + 1, dtype=np.int32))
+    return Tables(place, end, Pieces(place, place), None)
 
 
 def _position(groups, slots, place):

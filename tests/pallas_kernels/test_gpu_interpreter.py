@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.grouped_lora_matmul import gpu_rows
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 
 if not hasattr(plgpu, "force_gpu_interpret_mode"):
@@ -223,3 +224,18 @@ def test_races_are_detected(waits):
     else:
         with pytest.raises(AssertionError, match="races"):
             gpu_interpreter.interpret(jax.jit(kernel))
+
+
+@pytest.mark.parametrize("terms", [(), (Term(0, 128, 16), Term(128, 128, 8))])
+def test_rows_that_are_tiles(terms):
+    """So few rows that they stay in any order."""
+    case = ProductCase(7, 64, 256, terms, gate=Gate(), cut=(("heights", (8,)),))
+    sizes, slots = np.array([2, 0, 1, 3], np.int32), np.array([-1, 2, 0, 0, 1, 2, 1], np.int32)
+    x, w, _, _, u, factors = arguments = case.arguments(sizes, slots)
+    order = np.array([3, 6, 0, 5, 2, 1, 4])
+    group = np.where(groups_of_rows(sizes, 7) < 0, case.groups, groups_of_rows(sizes, 7))
+    place = jnp.asarray(gpu_rows.place_of(group, slots, case.groups)[order])
+    low = case.packed(u)[order] if terms else ()
+    tables = gpu_rows._unsorted(place)
+    found = gpu_interpreter.interpret(case.compiled, tables, x[order], w, low, factors)
+    assert_close(found, case.expect(*arguments)[order])

@@ -132,15 +132,20 @@ def main(
     slots: int = 8,
     only: list[str] | None = None,
 ):
-    """Compiles the kernels and layers of a named expert shape, or those that `only` names."""
+    """Compiles each kernel of a named expert shape; or those kernels and layers that `only` names.
+
+    Prints one report for each, as a line of JSON.
+    """
     from pallas_kernels.shapes import EXPERT_SHAPES
 
     sizes = EXPERT_SHAPES[name], tokens, dtype, rank, slots
+    wanted = list(calls(*sizes))
+    if only is not None:
+        wanted = [call for call in (*wanted, *layers(*sizes)) if call[0] in only]
     for generation in generations:
-        for call, function, arguments in (*calls(*sizes), *layers(*sizes)):
-            if only is None or call in only:
-                report = compiled(generation, function, arguments)
-                print(json.dumps({"generation": generation, "call": call} | report), flush=True)
+        for call, function, arguments in wanted:
+            report = compiled(generation, function, arguments)
+            print(json.dumps({"generation": generation, "call": call} | report), flush=True)
 
 
 def compiled(generation: str, function, arguments):
