@@ -27,7 +27,6 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
 FEW_ROWS = 2048  # up to here all pairs of rows are compared, for everything
 COMPARED_ROWS = 4096  # up to here comparing all pairs places rows faster than a sort
-PACK = 12  # bits that hold any count up to FEW_ROWS
 RADIX_ROWS = 16385  # from here on XLA sorts with the radix sort, which is several times faster
 
 
@@ -277,9 +276,10 @@ def _position(groups, slots, place):
 
 
 def _route_few(groups, slots, place, choices):
-    """By comparing all pairs, in few kernels: what is counted at once is summed in one number.
+    """By comparing all pairs, in few kernels.
 
-    Comparisons are turned into numbers, not selected by: that is what XLA puts into one kernel.
+    Barriers keep what is compared in memory: XLA makes one kernel of several sums over the pairs of
+    such arrays, but stores the pairs if their numbers have to be computed first.
     """
     count = place.shape[0]
     row = jnp.arange(count, dtype=jnp.int32)
@@ -289,36 +289,26 @@ def _route_few(groups, slots, place, choices):
     of_group = (slots + 1) * count
     run = (group * (slots + 1) + slot_of(place) + 1) * count
     number = run + row
-
-    def counted(limit):
-        return (number[None, :] < limit[:, None]).astype(jnp.int32)
-
-    packed = (
-        jnp.sum(counted(first) + (counted(second) << PACK), axis=1)
-        for first, second in (
-            (number, run + count),
-            (group * of_group, group * of_group + of_group),
-        )
+    number, *limits = lax.optimization_barrier(
+        (number, number, run + count, group * of_group, group * of_group + of_group)
     )
-    own, of_groups = lax.optimization_barrier(tuple(packed))
-    (position, run_end), (begin, end) = _unpacked(own), _unpacked(of_groups)
+    position, run_end, begin, end = lax.optimization_barrier(
+        [_number(number[None, :] < limit[:, None]) for limit in limits]
+    )
     # Second: the same in order, and each tile's number. Low tiles need no equal cut.
     piece = lax.div(position - begin, jnp.int32(height))
     is_first = position - begin == piece * height
-    key = jnp.where(is_first, position, count)
-    here = (position[None, :] == row[:, None]).astype(jnp.int32)
-    tiles_before = (key[None, :] < position[:, None]).astype(jnp.int32)
-    order, tile_of_row = _unpacked(
-        lax.optimization_barrier(jnp.sum(here * row + (tiles_before << PACK), axis=1))
+    key = lax.optimization_barrier(jnp.where(is_first, position, count))
+    order, tile_of_row = lax.optimization_barrier(
+        (_marked_row(position, row), _number(key[None, :] < position[:, None]))
     )
-    # Third: each tile's first row, 0 for no tile.
+    # Third: each tile's first row.
     tile = jnp.arange(most_tiles(groups, count), dtype=jnp.int32)
-    key = jnp.where(is_first, tile_of_row, -1)
-    start = jnp.sum((key[None, :] == tile[:, None]).astype(jnp.int32) * (row + 1), axis=1)
-    start = lax.optimization_barrier(start)
-    used, start = start > 0, jnp.maximum(start - 1, 0)
+    key = lax.optimization_barrier(jnp.where(is_first, tile_of_row, -1))
+    start = lax.optimization_barrier(_marked_row(key, tile))
+    used = key[start] == tile
     words = _words(
-        jnp.where(used, position[start], 0),
+        position[start],
         jnp.where(used, jnp.minimum(end - position, height)[start], 0),
         jnp.where(used, group[start], groups),
     )
@@ -326,10 +316,6 @@ def _route_few(groups, slots, place, choices):
     place = place[order]
     tables = Tables(place, run_end[order], _pieces(place), Tiles(number, words), in_order=True)
     return lax.div(order, jnp.int32(choices)), position, tables
-
-
-def _unpacked(number):
-    return number & ((1 << PACK) - 1), number >> PACK
 
 
 def _marked_row(numbers, wanted):

@@ -52,9 +52,7 @@ def product_memory(schedule, rows, groups, k, width, parts, ranks, contract=2) -
     n = parts * width
     w = array(groups, n, k) if contract == 2 else array(groups, k, n)
     x = array(rows, k)
-    layout = gpu_product._Layout(
-        x, w, terms, starts, schedule, contract, gate, False, False
-    )
+    layout = gpu_product._Layout(x, w, terms, starts, schedule, contract, gate, False, False)
     return shared_memory(layout)
 
 
