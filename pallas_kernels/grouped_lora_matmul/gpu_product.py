@@ -31,24 +31,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import Gate, gated
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_memory import drain, overlaid, two_views, views_of
-from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, group_of, slot_of
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
-    CHUNK,
-    LINE,
-    TILE_WORDS,
-    TILES,
-    ProductSchedule,
-    rank_step,
-    u_columns,
-    words_of_rows,
-    words_of_tile,
-    x_rows,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_memory import drain, views_of
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import K_STEP, ProductLayout
+from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
 from pallas_kernels.grouped_lora_matmul.gpu_store import store_rows
-
-K_STEP = 64  # columns of one stage: 128 bytes, the widest swizzle
+from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 
 
 class Terms(NamedTuple):
@@ -85,7 +74,7 @@ def product_kernel(
       [M, N] in x's dtype, or [M, N / 2] when gated.
     """
     single_rows = tables.tiles is None
-    layout = _Layout(x, w, terms, starts, schedule, contract, gate, single_rows, interpreted)
+    layout = ProductLayout(x, w, terms, starts, schedule, contract, gate, single_rows, interpreted)
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
         out_type=jax.ShapeDtypeStruct((x.shape[0], layout.out_width), x.dtype),
@@ -115,152 +104,7 @@ def product_kernel(
     return kernel(*tiles, x, w, *lora)
 
 
-class _Layout:
-    """Sizes of one kernel, and its memory."""
-
-    def __init__(self, x, w, terms, starts, schedule, contract, gate, single_rows, interpreted):
-        self.single_rows, self.interpreted = single_rows, interpreted
-        self.schedule, self.contract, self.gate, self.starts = schedule, contract, gate, starts
-        self.parts = 2 if gate is not None else 1
-        self.rows, self.k = x.shape
-        self.groups = w.shape[0]
-        self.width = w.shape[3 - contract] // self.parts
-        self.out_width = self.width
-        self.dtype = x.dtype
-        self.k_steps = pl.cdiv(self.k, K_STEP)
-        self.feature_tiles = pl.cdiv(self.width, schedule.features)
-        self.chunk = min(CHUNK, schedule.heights[-1])
-        self.chunks = chunks(schedule.heights, self.chunk)
-        self.terms = 0 if terms is None else len(terms.factors)
-        self.ranks = () if terms is None else tuple(f.shape[2] for f in terms.factors)
-        self.shared = () if terms is None else tuple(f.shape[1] == 1 for f in terms.factors)
-        self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
-        self.u_first = () if terms is None else tuple(u.first for u in terms.u)
-        self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
-        # One stage holds all terms of a gated product, or one term.
-        self.terms_of_stage = self.terms if gate is not None else min(self.terms, 1)
-        # Where in shared memory the words of a tile's rows are.
-        self.place = LINE
-        self.run_end = LINE + words_of_rows(schedule.heights)
-        self.w_rows = self.parts * schedule.features
-        self.w_copies = 1 if contract == 2 and not interpreted else self.w_rows // 64
-
-    def name(self):
-        s = self.schedule
-        kind = "gated" if self.gate is not None else "product"
-        lora = f"_r{max(self.ranks)}" if self.terms else ""
-        return f"lora_{kind}{lora}_k{self.k}_n{self.width}_f{s.features}_h{s.heights[-1]}"
-
-    def scratch(self):
-        s, r = self.schedule, self.rank_step
-        u_bytes = self.chunk * r * 2
-        # A stage's rows of x also hold u, so its size is a multiple of u's.
-        rows = x_rows(s.heights, u_columns(self.ranks, self.parts))
-        self.x_rows = pl.cdiv(rows * 128, u_bytes) * u_bytes // 128
-        self.u_per_stage = self.x_rows * 128 // u_bytes
-        self.b_per_stage = self.parts * 64 // r
-        x_uses = [two_views((s.stages, self.x_rows, 64), self.dtype)]
-        w_shape = (s.stages, self.w_rows // 64, 64, 64)
-        whole = (s.stages, self.parts, s.features, 64) if self.w_copies == 1 else None
-        w_uses = [two_views(w_shape, self.dtype, load_shape=whole)]
-        if self.terms:
-            x_uses.append(two_views((s.stages * self.u_per_stage, self.chunk, r), self.dtype))
-            b_shape = (s.stages * self.b_per_stage, r, s.features)
-            b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
-            w_uses.append([plgpu.SMEM(b_shape, self.dtype, transforms=b_tiles)])
-        scratch = dict(
-            x_stage=overlaid(*x_uses, interpreted=self.interpreted),
-            w_stage=overlaid(*w_uses, interpreted=self.interpreted),
-            out=plgpu.SMEM(
-                (s.consumers, s.buffers, self.chunk, 64),
-                self.dtype,
-                transforms=(plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)),
-            ),
-            full=plgpu.Barrier(num_arrivals=1 + self.w_copies, num_barriers=s.stages),
-            empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
-            tile_words=plgpu.SMEM((TILES, words_of_tile(s.heights)), jnp.int32),
-            tile_full=plgpu.Barrier(num_arrivals=self.word_copies(), num_barriers=TILES),
-            tile_empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=TILES),
-        )
-        if self.terms:
-            scratch["low_rank_full"] = plgpu.Barrier(
-                num_arrivals=2 * self.terms_of_stage, num_barriers=s.stages
-            )
-        return scratch
-
-    def word_copies(self):
-        """The tile's words in the table, or its row's place; with adapters places and run ends."""
-        return (0 if self.single_rows else 1) + (2 if self.terms else int(self.single_rows))
-
-    def sets(self) -> list[_Set]:
-        """What is added after another: each term, or all terms of a gated product at once."""
-        if self.gate is not None:
-            return [_Set(tuple(range(self.terms)), pl.cdiv(max(self.ranks), self.rank_step))]
-        return [
-            _Set((term,), pl.cdiv(rank, self.rank_step)) for term, rank in enumerate(self.ranks)
-        ]
-
-    def steps_of(self, its: _Set, feature):
-        """Rank steps of a set in a tile that starts at a feature: none if it has other columns."""
-        start, width = self.starts[its.terms[0]], self.widths[its.terms[0]]
-        if self.gate is not None or (start == 0 and width == self.width):
-            return its.steps
-        apart = (feature >= start + width) | (feature + self.schedule.features <= start)
-        return jnp.where(apart, 0, its.steps)
-
-    def part_of_term(self, term):
-        """Which accumulator part a term of a gated product belongs to."""
-        return 0 if self.gate is None or self.starts[term] == 0 else 1
-
-
-class _Set(NamedTuple):
-    """Terms whose products share a stage, and their number of rank steps."""
-
-    terms: tuple[int, ...]
-    steps: int
-
-
-class _Piece(NamedTuple):
-    """Rows that a tile variant has all of, or none."""
-
-    number: int
-    start: int
-    width: int
-
-
-def chunks(heights: tuple[int, ...], size: int) -> list[list[_Piece]]:
-    """The pieces of a tile, cut at the heights of its variants, in chunks of `size` rows."""
-    ends = sorted({*heights, *range(size, heights[-1], size)})
-    starts = [0, *ends[:-1]]
-    pieces = [
-        _Piece(number, start, end - start)
-        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
-    ]
-    return [
-        [piece for piece in pieces if piece.start // size == chunk]
-        for chunk in range(pl.cdiv(heights[-1], size))
-    ]
-
-
-class _Tile(NamedTuple):
-    """A tile of the table, and the feature it starts at.
-
-    Attributes:
-      slot: where in shared memory its words are.
-      group, row, rows: whose rows, the first, and how many.
-      k_steps: stages of the K loop; 0 for rows past the last group, which become zeros.
-      feature: the first of the tile's features.
-    """
-
-    slot: jax.Array
-    group: jax.Array
-    row: jax.Array
-    rows: jax.Array
-    k_steps: jax.Array
-    feature: jax.Array
-
-
-def _body(layout: _Layout, *refs, **scratch):
+def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, **scratch):
     s = layout.schedule
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     if layout.single_rows:
@@ -271,7 +115,9 @@ def _body(layout: _Layout, *refs, **scratch):
         count = counts[counts.shape[0] - 1]
     total = count * layout.feature_tiles
     mine = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
-    kernel = _Kernel(layout, words, x, w, y, lora, **scratch)
+    places, run_ends, *lora = lora if layout.terms else (None, None)
+    feed = TileFeed(layout, program, words, places, run_ends, tile_words, tile_full, tile_empty)
+    kernel = _Kernel(layout, feed, x, w, y, lora, **scratch)
 
     @pl.when(warpgroup == s.consumers)
     def _memory():
@@ -283,14 +129,13 @@ def _body(layout: _Layout, *refs, **scratch):
             # A carried number's divisors are forgotten.
             tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
             # Read now, needed after this tile.
-            following = kernel.tile_at(program, i + 1)
-            kernel.load_words(tile, program, i)
+            following = feed.read(i + 1)
+            feed.load(tile, i)
             return following, kernel.load_tile(tile, step)
 
-        first = kernel.tile_at(program, 0)
-        _, steps = lax.fori_loop(0, mine, load, (first, jnp.int32(0)))
+        _, steps = lax.fori_loop(0, mine, load, (feed.read(0), jnp.int32(0)))
         drain(kernel.empty, steps, s.stages)
-        drain(kernel.tile_empty, mine, TILES)
+        drain(feed.empty, mine, TILES)
 
     @pl.when(warpgroup < s.consumers)
     def _compute():
@@ -298,9 +143,9 @@ def _body(layout: _Layout, *refs, **scratch):
             plgpu.set_max_registers(232, action="increase")
 
         def compute(i, step):
-            tile = kernel.loaded_tile(program, i)
+            tile = feed.loaded(i)
             step = kernel.compute_tile(tile, step, warpgroup)
-            plgpu.barrier_arrive(kernel.tile_empty.at[tile.slot])
+            feed.release(tile)
             return step
 
         lax.fori_loop(0, mine, compute, jnp.int32(0))
@@ -313,7 +158,7 @@ class _Kernel:
     def __init__(
         self,
         layout,
-        words,
+        feed,
         x,
         w,
         y,
@@ -323,13 +168,10 @@ class _Kernel:
         out,
         full,
         empty,
-        tile_words,
-        tile_full,
-        tile_empty,
         low_rank_full=None,
     ):
-        self.layout, self.schedule = layout, layout.schedule
-        self.words, self.x, self.w, self.y = words, x, w, y
+        self.layout, self.schedule, self.feed = layout, layout.schedule, feed
+        self.x, self.w, self.y = x, w, y
         uses = (2, 2) if layout.terms else (2,)
         (self.x_load, self.x_tiles), *u_views = views_of(
             x_stage, *uses, interpreted=layout.interpreted
@@ -340,125 +182,15 @@ class _Kernel:
         )
         if layout.terms:
             ((self.u_load, self.u_tiles),), ((self.b,),) = u_views, b_views
-            self.places, self.run_ends, *arrays = lora
-            self.u, self.factors = arrays[: layout.terms], arrays[layout.terms :]
+            self.u, self.factors = lora[: layout.terms], lora[layout.terms :]
         self.out, self.full, self.empty, self.low_rank_full = out, full, empty, low_rank_full
-        self.tile_words, self.tile_full, self.tile_empty = tile_words, tile_full, tile_empty
 
     def stage_of(self, step):
         return lax.rem(step, jnp.int32(self.schedule.stages))
 
-    # Tiles and runs.
-
-    def number(self, program, i):
-        """The number in the table of a program's tile, and its slice of features."""
-        # A few tiles take a slice after each other, so that they read its W at the same time.
-        together, slices = self.schedule.together, self.layout.feature_tiles
-        index = program + i * self.schedule.programs
-        some = lax.div(index, jnp.int32(together * slices))
-        place = lax.rem(index, jnp.int32(together * slices))
-        return some * together + lax.rem(place, jnp.int32(together)), lax.div(
-            place, jnp.int32(together)
-        )
-
-    def tile_of(self, i, words, slice_of):
-        layout = self.layout
-        row, rows, group = words
-        k_steps = jnp.where(group < layout.groups, layout.k_steps, 0)
-        group = jnp.minimum(group, layout.groups - 1)
-        feature = slice_of * self.schedule.features
-        return _Tile(lax.rem(i, jnp.int32(TILES)), group, row, rows, k_steps, feature)
-
-    def tile_at(self, program, i) -> _Tile:
-        """From the table; the words past its end are read, early, but nothing uses them."""
-        tile, slice_of = self.number(program, i)
-        if self.layout.single_rows:
-            tile = jnp.minimum(tile, self.layout.rows - 1)
-            words = tile, 1, group_of(self.words[tile])
-        else:
-            tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
-            words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
-        return self.tile_of(jnp.int32(i), words, slice_of)
-
-    def load_words(self, tile: _Tile, program, i):
-        """Brings a tile's words, and those of its rows, to the consumers."""
-        slot = tile.slot
-
-        @pl.when(i >= TILES)
-        def _wait():
-            plgpu.barrier_wait(self.tile_empty.at[slot])
-
-        number, _ = self.number(program, i)
-        # A copy begins at a multiple of its unit, at or before the tile's first row.
-        first = tile.row - lax.rem(tile.row, jnp.int32(TILE_WORDS))
-        count = self.schedule.heights[-1] + TILE_WORDS
-        copies = []
-        if self.layout.single_rows:
-            copies.append((self.words, first, count, self.layout.place))
-        else:
-            copies.append((self.words, number * TILE_WORDS, TILE_WORDS, 0))
-            if self.layout.terms:
-                copies.append((self.places, first, count, self.layout.place))
-        if self.layout.terms:
-            copies.append((self.run_ends, first, count, self.layout.run_end))
-        for source, first, count, destination in copies:
-            plgpu.copy_gmem_to_smem(
-                source.at[pl.ds(first, count)],
-                self.tile_words.at[slot, pl.ds(destination, count)],
-                self.tile_full.at[slot],
-            )
-
-    def loaded_tile(self, program, i) -> _Tile:
-        """The same from shared memory."""
-        slot = lax.rem(i, jnp.int32(TILES))
-        plgpu.barrier_wait(self.tile_full.at[slot])
-        tile, slice_of = self.number(program, i)
-        if self.layout.single_rows:
-            words = tile, 1, group_of(self.tile_words[slot, self.word_of(self.layout.place, tile)])
-        else:
-            words = [self.tile_words[slot, word] for word in range(3)]
-        return self.tile_of(i, words, slice_of)
-
-    @staticmethod
-    def word_of(first, row):
-        """Where the word of a tile's first row is, of those that begin at `first`."""
-        return first + lax.rem(row, jnp.int32(TILE_WORDS))
-
-    def run_at(self, tile: _Tile, row):
-        """The slot of a row of the tile, and the end of its run."""
-        place = self.tile_words[tile.slot, self.word_of(self.layout.place, tile.row) + row]
-        end = self.tile_words[tile.slot, self.word_of(self.layout.run_end, tile.row) + row]
-        return slot_of(place), end - tile.row
-
-    def adapted_rows(self, tile: _Tile):
-        """The rows to look for runs in: none if the whole tile is one without an adapter."""
-        slot, end = self.run_at(tile, 0)
-        return jnp.where((slot < 0) & (end >= tile.rows), 0, tile.rows)
-
-    def walk_runs(self, tile: _Tile, rows, begin, visit, carry):
-        """visit(slot, first, stop, carry) for the adapted runs of the chunk that begins there.
-
-        Rows `begin` count from the tile's first, those of a run from `begin`.
-        """
-        end = jnp.minimum(rows, begin + self.layout.chunk)
-
-        def run(state):
-            row, carry = state
-            slot, stop = self.run_at(tile, row)
-            stop = jnp.minimum(stop, end)
-            carry = lax.cond(
-                slot >= 0,
-                lambda carry: visit(slot, row - begin, stop - begin, carry),
-                lambda carry: carry,
-                carry,
-            )
-            return stop, carry
-
-        return lax.while_loop(lambda state: state[0] < end, run, (jnp.int32(begin), carry))[1]
-
     # The memory warpgroup.
 
-    def load_tile(self, tile: _Tile, step):
+    def load_tile(self, tile: Tile, step):
         def k_loop(height, step):
             rows = pl.ds(tile.row, height)
 
@@ -477,12 +209,12 @@ class _Kernel:
 
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)
         if self.layout.terms:
-            plgpu.barrier_wait(self.tile_full.at[tile.slot])
-            size, adapted = self.layout.chunk, self.adapted_rows(tile)
+            self.feed.wait(tile)
+            size, adapted = self.layout.chunk, self.feed.adapted_rows(tile)
 
             def load_chunk(chunk, step):
                 load = functools.partial(self.load_low_rank, tile, chunk * size)
-                return self.walk_runs(tile, adapted, chunk * size, load, step)
+                return self.feed.walk_runs(tile, adapted, chunk * size, load, step)
 
             step = lax.fori_loop(0, lax.div(adapted + size - 1, size), load_chunk, step)
             # All its warps have read the words before a copy of its own replaces them.
@@ -560,16 +292,16 @@ class _Kernel:
 
     # The consumer warpgroups.
 
-    def compute_tile(self, tile: _Tile, step, warpgroup):
+    def compute_tile(self, tile: Tile, step, warpgroup):
         multiply = functools.partial(self.multiply, tile, warpgroup)
         sums, step = for_height(self.schedule.heights, tile.rows, multiply, step)
-        adapted = self.adapted_rows(tile) if self.layout.terms else 0
+        adapted = self.feed.adapted_rows(tile) if self.layout.terms else 0
         for number, chunk in enumerate(self.layout.chunks):
             first = chunk[0]
             part = tuple(tuple(total[piece.number] for piece in chunk) for total in sums)
             if self.layout.terms:
                 add = functools.partial(self.add_low_rank, tile, chunk, warpgroup)
-                part, step = self.walk_runs(tile, adapted, first.start, add, (part, step))
+                part, step = self.feed.walk_runs(tile, adapted, first.start, add, (part, step))
             store = functools.partial(self.store, tile, warpgroup, number, chunk, part)
             if first.start < self.schedule.heights[0]:
                 store()

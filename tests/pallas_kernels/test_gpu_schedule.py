@@ -11,7 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_lora_matmul import gpu_product, gpu_shrink, mosaic_gpu
+from pallas_kernels.grouped_lora_matmul import (
+    gpu_product,
+    gpu_product_layout,
+    gpu_shrink,
+    mosaic_gpu,
+)
 from pallas_kernels.grouped_lora_matmul import gpu_schedule as gs
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.mosaic_gpu import MAX_RANK
@@ -52,7 +57,9 @@ def product_memory(schedule, rows, groups, k, width, parts, ranks, contract=2) -
     n = parts * width
     w = array(groups, n, k) if contract == 2 else array(groups, k, n)
     x = array(rows, k)
-    layout = gpu_product._Layout(x, w, terms, starts, schedule, contract, gate, False, False)
+    layout = gpu_product_layout.ProductLayout(
+        x, w, terms, starts, schedule, contract, gate, False, False
+    )
     return shared_memory(layout)
 
 

@@ -1,0 +1,148 @@
+"""The sizes of one Hopper product kernel, and its shared memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gpu_memory import overlaid, two_views
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    CHUNK,
+    LINE,
+    TILES,
+    rank_step,
+    u_columns,
+    words_of_rows,
+    words_of_tile,
+    x_rows,
+)
+
+K_STEP = 64  # columns of one stage: 128 bytes, the widest swizzle
+
+
+class ProductLayout:
+    """Sizes of one kernel, and its memory."""
+
+    def __init__(self, x, w, terms, starts, schedule, contract, gate, single_rows, interpreted):
+        self.single_rows, self.interpreted = single_rows, interpreted
+        self.schedule, self.contract, self.gate, self.starts = schedule, contract, gate, starts
+        self.parts = 2 if gate is not None else 1
+        self.rows, self.k = x.shape
+        self.groups = w.shape[0]
+        self.width = w.shape[3 - contract] // self.parts
+        self.out_width = self.width
+        self.dtype = x.dtype
+        self.k_steps = pl.cdiv(self.k, K_STEP)
+        self.feature_tiles = pl.cdiv(self.width, schedule.features)
+        self.chunk = min(CHUNK, schedule.heights[-1])
+        self.chunks = chunks(schedule.heights, self.chunk)
+        self.terms = 0 if terms is None else len(terms.factors)
+        self.ranks = () if terms is None else tuple(f.shape[2] for f in terms.factors)
+        self.shared = () if terms is None else tuple(f.shape[1] == 1 for f in terms.factors)
+        self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
+        self.u_first = () if terms is None else tuple(u.first for u in terms.u)
+        self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
+        # One stage holds all terms of a gated product, or one term.
+        self.terms_of_stage = self.terms if gate is not None else min(self.terms, 1)
+        # Where in shared memory the words of a tile's rows are.
+        self.place = LINE
+        self.run_end = LINE + words_of_rows(schedule.heights)
+        self.w_rows = self.parts * schedule.features
+        self.w_copies = 1 if contract == 2 and not interpreted else self.w_rows // 64
+
+    def name(self):
+        s = self.schedule
+        kind = "gated" if self.gate is not None else "product"
+        lora = f"_r{max(self.ranks)}" if self.terms else ""
+        return f"lora_{kind}{lora}_k{self.k}_n{self.width}_f{s.features}_h{s.heights[-1]}"
+
+    def scratch(self):
+        s, r = self.schedule, self.rank_step
+        u_bytes = self.chunk * r * 2
+        # A stage's rows of x also hold u, so its size is a multiple of u's.
+        rows = x_rows(s.heights, u_columns(self.ranks, self.parts))
+        self.x_rows = pl.cdiv(rows * 128, u_bytes) * u_bytes // 128
+        self.u_per_stage = self.x_rows * 128 // u_bytes
+        self.b_per_stage = self.parts * 64 // r
+        x_uses = [two_views((s.stages, self.x_rows, 64), self.dtype)]
+        w_shape = (s.stages, self.w_rows // 64, 64, 64)
+        whole = (s.stages, self.parts, s.features, 64) if self.w_copies == 1 else None
+        w_uses = [two_views(w_shape, self.dtype, load_shape=whole)]
+        if self.terms:
+            x_uses.append(two_views((s.stages * self.u_per_stage, self.chunk, r), self.dtype))
+            b_shape = (s.stages * self.b_per_stage, r, s.features)
+            b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
+            w_uses.append([plgpu.SMEM(b_shape, self.dtype, transforms=b_tiles)])
+        scratch = dict(
+            x_stage=overlaid(*x_uses, interpreted=self.interpreted),
+            w_stage=overlaid(*w_uses, interpreted=self.interpreted),
+            out=plgpu.SMEM(
+                (s.consumers, s.buffers, self.chunk, 64),
+                self.dtype,
+                transforms=(plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)),
+            ),
+            full=plgpu.Barrier(num_arrivals=1 + self.w_copies, num_barriers=s.stages),
+            empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
+            tile_words=plgpu.SMEM((TILES, words_of_tile(s.heights)), jnp.int32),
+            tile_full=plgpu.Barrier(num_arrivals=self.word_copies(), num_barriers=TILES),
+            tile_empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=TILES),
+        )
+        if self.terms:
+            scratch["low_rank_full"] = plgpu.Barrier(
+                num_arrivals=2 * self.terms_of_stage, num_barriers=s.stages
+            )
+        return scratch
+
+    def word_copies(self):
+        """The tile's words in the table, or its row's place; with adapters places and run ends."""
+        return (0 if self.single_rows else 1) + (2 if self.terms else int(self.single_rows))
+
+    def sets(self) -> list[Set]:
+        """What is added after another: each term, or all terms of a gated product at once."""
+        if self.gate is not None:
+            return [Set(tuple(range(self.terms)), pl.cdiv(max(self.ranks), self.rank_step))]
+        return [Set((term,), pl.cdiv(rank, self.rank_step)) for term, rank in enumerate(self.ranks)]
+
+    def steps_of(self, its: Set, feature):
+        """Rank steps of a set in a tile that starts at a feature: none if it has other columns."""
+        start, width = self.starts[its.terms[0]], self.widths[its.terms[0]]
+        if self.gate is not None or (start == 0 and width == self.width):
+            return its.steps
+        apart = (feature >= start + width) | (feature + self.schedule.features <= start)
+        return jnp.where(apart, 0, its.steps)
+
+    def part_of_term(self, term):
+        """Which accumulator part a term of a gated product belongs to."""
+        return 0 if self.gate is None or self.starts[term] == 0 else 1
+
+
+class Set(NamedTuple):
+    """Terms whose products share a stage, and their number of rank steps."""
+
+    terms: tuple[int, ...]
+    steps: int
+
+
+class Piece(NamedTuple):
+    """Rows that a tile variant has all of, or none."""
+
+    number: int
+    start: int
+    width: int
+
+
+def chunks(heights: tuple[int, ...], size: int) -> list[list[Piece]]:
+    """The pieces of a tile, cut at the heights of its variants, in chunks of `size` rows."""
+    ends = sorted({*heights, *range(size, heights[-1], size)})
+    starts = [0, *ends[:-1]]
+    pieces = [
+        Piece(number, start, end - start)
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+    return [
+        [piece for piece in pieces if piece.start // size == chunk]
+        for chunk in range(pl.cdiv(heights[-1], size))
+    ]

@@ -1,0 +1,167 @@
+"""How the warpgroups of a product's program learn their tiles, and the runs in them.
+
+The memory warpgroup reads the table of tiles and copies what it says of a tile, with the place and
+the run end of each of its rows, to shared memory, where all warpgroups read it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout
+from pallas_kernels.grouped_lora_matmul.gpu_rows import group_of, slot_of
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILE_WORDS, TILES
+
+
+class Tile(NamedTuple):
+    """A tile of the table, and the feature it starts at.
+
+    Attributes:
+      slot: where in shared memory its words are.
+      group, row, rows: whose rows, the first, and how many.
+      k_steps: stages of the K loop; 0 for rows past the last group, which become zeros.
+      feature: the first of the tile's features.
+    """
+
+    slot: jax.Array
+    group: jax.Array
+    row: jax.Array
+    rows: jax.Array
+    k_steps: jax.Array
+    feature: jax.Array
+
+
+class TileFeed:
+    """The tiles of one program: its i-th is tile `program + i * programs` of all.
+
+    Args:
+      words: the table, or each row's place where every row is a tile.
+      places, run_ends: those of all rows; None without adapters.
+      in_memory: int32 [TILES, words of a tile] in shared memory. full, empty: its barriers.
+    """
+
+    def __init__(
+        self, layout: ProductLayout, program, words, places, run_ends, in_memory, full, empty
+    ):
+        self.layout, self.schedule, self.program = layout, layout.schedule, program
+        self.words, self.places, self.run_ends = words, places, run_ends
+        self.in_memory, self.full, self.empty = in_memory, full, empty
+
+    def number(self, i):
+        """The number in the table of a program's tile, and its slice of features."""
+        # A few tiles take a slice after each other, so that they read its W at the same time.
+        together, slices = self.schedule.together, self.layout.feature_tiles
+        index = self.program + i * self.schedule.programs
+        some = lax.div(index, jnp.int32(together * slices))
+        place = lax.rem(index, jnp.int32(together * slices))
+        return some * together + lax.rem(place, jnp.int32(together)), lax.div(
+            place, jnp.int32(together)
+        )
+
+    def tile_of(self, i, words, slice_of) -> Tile:
+        layout = self.layout
+        row, rows, group = words
+        k_steps = jnp.where(group < layout.groups, layout.k_steps, 0)
+        group = jnp.minimum(group, layout.groups - 1)
+        feature = slice_of * self.schedule.features
+        return Tile(lax.rem(i, jnp.int32(TILES)), group, row, rows, k_steps, feature)
+
+    def read(self, i) -> Tile:
+        """From the table; the words past its end are read, early, but nothing uses them."""
+        tile, slice_of = self.number(i)
+        if self.layout.single_rows:
+            tile = jnp.minimum(tile, self.layout.rows - 1)
+            words = tile, 1, group_of(self.words[tile])
+        else:
+            tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
+            words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
+        return self.tile_of(jnp.int32(i), words, slice_of)
+
+    def load(self, tile: Tile, i):
+        """Brings a tile's words, and those of its rows, to the consumers."""
+        slot = tile.slot
+
+        @pl.when(i >= TILES)
+        def _wait():
+            plgpu.barrier_wait(self.empty.at[slot])
+
+        number, _ = self.number(i)
+        # A copy begins at a multiple of its unit, at or before the tile's first row.
+        first = tile.row - lax.rem(tile.row, jnp.int32(TILE_WORDS))
+        count = self.schedule.heights[-1] + TILE_WORDS
+        copies = []
+        if self.layout.single_rows:
+            copies.append((self.words, first, count, self.layout.place))
+        else:
+            copies.append((self.words, number * TILE_WORDS, TILE_WORDS, 0))
+            if self.layout.terms:
+                copies.append((self.places, first, count, self.layout.place))
+        if self.layout.terms:
+            copies.append((self.run_ends, first, count, self.layout.run_end))
+        for source, first, count, destination in copies:
+            plgpu.copy_gmem_to_smem(
+                source.at[pl.ds(first, count)],
+                self.in_memory.at[slot, pl.ds(destination, count)],
+                self.full.at[slot],
+            )
+
+    def loaded(self, i) -> Tile:
+        """What `load` has brought."""
+        slot = lax.rem(i, jnp.int32(TILES))
+        plgpu.barrier_wait(self.full.at[slot])
+        tile, slice_of = self.number(i)
+        if self.layout.single_rows:
+            words = tile, 1, group_of(self.in_memory[slot, self.word_of(self.layout.place, tile)])
+        else:
+            words = [self.in_memory[slot, word] for word in range(3)]
+        return self.tile_of(i, words, slice_of)
+
+    @staticmethod
+    def word_of(first, row):
+        """Where the word of a tile's first row is, of those that begin at `first`."""
+        return first + lax.rem(row, jnp.int32(TILE_WORDS))
+
+    def run_at(self, tile: Tile, row):
+        """The slot of a row of the tile, and the end of its run."""
+        place = self.in_memory[tile.slot, self.word_of(self.layout.place, tile.row) + row]
+        end = self.in_memory[tile.slot, self.word_of(self.layout.run_end, tile.row) + row]
+        return slot_of(place), end - tile.row
+
+    def adapted_rows(self, tile: Tile):
+        """The rows to look for runs in: none if the whole tile is one without an adapter."""
+        slot, end = self.run_at(tile, 0)
+        return jnp.where((slot < 0) & (end >= tile.rows), 0, tile.rows)
+
+    def wait(self, tile: Tile):
+        """For the memory warpgroup, which reads the runs too."""
+        plgpu.barrier_wait(self.full.at[tile.slot])
+
+    def release(self, tile: Tile):
+        plgpu.barrier_arrive(self.empty.at[tile.slot])
+
+    def walk_runs(self, tile: Tile, rows, begin, visit, carry):
+        """visit(slot, first, stop, carry) for the adapted runs of the chunk that begins there.
+
+        Rows `begin` count from the tile's first, those of a run from `begin`.
+        """
+        end = jnp.minimum(rows, begin + self.layout.chunk)
+
+        def run(state):
+            row, carry = state
+            slot, stop = self.run_at(tile, row)
+            stop = jnp.minimum(stop, end)
+            carry = lax.cond(
+                slot >= 0,
+                lambda carry: visit(slot, row - begin, stop - begin, carry),
+                lambda carry: carry,
+                carry,
+            )
+            return stop, carry
+
+        return lax.while_loop(lambda state: state[0] < end, run, (jnp.int32(begin), carry))[1]
