@@ -4,6 +4,7 @@
 #   make demo      train and serve adapters on a tiny model
 #   make test      the quick tests
 #   make lint      ruff, formatting included
+#   make aot       compiles kernels for GPUs and TPUs, without either (downloads their compilers)
 #   make clean     removes the environments and everything else that was made
 #
 #   make PYTHON=/path/to/python VENV=.venv-other test
@@ -13,7 +14,9 @@ PYTHON ?=
 QUICK = not slow and not parity and not gpu
 export PYTHON
 
-.PHONY: demo test lint clean
+AOT = tests/pallas_kernels/test_gpu_ahead_of_time.py tests/pallas_kernels/test_tpu_compile.py
+
+.PHONY: demo test lint aot clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/lora-moe-jax demo
@@ -24,6 +27,12 @@ test: $(VENV)/installed
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+# In an environment of its own, such as VENV=.venv-aot: with its compilers jax looks for a GPU.
+aot: $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --constraint constraints/py312.txt --editable ".[dev,aot]"
+	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -m "$(QUICK)" $(AOT)
 
 clean:
 	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .jax_cache

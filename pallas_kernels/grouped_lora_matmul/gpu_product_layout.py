@@ -14,7 +14,6 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     LINE,
     TILES,
     rank_step,
-    u_columns,
     words_of_rows,
     words_of_tile,
     x_rows,
@@ -62,9 +61,7 @@ class ProductLayout:
     def scratch(self):
         s, r = self.schedule, self.rank_step
         u_bytes = self.chunk * r * 2
-        # A stage's rows of x also hold u, so its size is a multiple of u's.
-        rows = x_rows(s.heights, u_columns(self.ranks, self.parts))
-        self.x_rows = pl.cdiv(rows * 128, u_bytes) * u_bytes // 128
+        self.x_rows = x_rows(s.heights, self.ranks, self.parts)
         self.u_per_stage = self.x_rows * 128 // u_bytes
         self.b_per_stage = self.parts * 64 // r
         x_uses = [two_views((s.stages, self.x_rows, 64), self.dtype)]

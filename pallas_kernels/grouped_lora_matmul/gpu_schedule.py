@@ -15,6 +15,7 @@ CHUNK = 32  # rows added and stored at once
 TILES = 2  # tiles whose words are in shared memory
 TILE_WORDS = 4  # of the table of tiles, 16 bytes: copies begin at multiples of it
 LINE = 32  # words of the copy engine's alignment, 128 bytes
+STAGES = 4  # of a ring, at least: with three, loads do not keep up
 TALLEST = 144  # rows of a tile: with more, four stages do not fit
 PIECE = 64  # rows of a run that one unit of a shrink takes at most
 SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
@@ -85,12 +86,16 @@ def product_schedule(
         active = groups * (1 - (1 - 1 / groups) ** rows)
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
         consumers = 1 if narrow > wide + 0.02 else 2
-    buffers = min(4, 2 * blocks * -(-heights[-1] // CHUNK)) if heights[-1] <= 128 else 2
     w_rows = parts * blocks * consumers * 64
-    stage = (w_rows + x_rows(heights, u_columns(ranks, parts))) * 128
+    stage = (w_rows + x_rows(heights, ranks, parts)) * 128
     words = 4 * TILES * words_of_tile(heights)
-    output = consumers * buffers * min(CHUNK, heights[-1]) * 128
-    free = SHARED_MEMORY - _whole(words, ARRAY) - _whole(output, ARRAY)
+    buffer = consumers * min(CHUNK, heights[-1]) * 128
+    free = SHARED_MEMORY - _whole(words, ARRAY)
+    # Two more output buffers help, unless they take a stage that is needed more.
+    buffers = 4 if blocks * -(-heights[-1] // CHUNK) > 1 else 2
+    if free - _whole(4 * buffer, ARRAY) < STAGES * stage:
+        buffers = 2
+    free -= _whole(buffers * buffer, ARRAY)
     tiles = most_tiles * -(-width // (64 * blocks * consumers))
     return ProductSchedule(
         blocks,
@@ -109,16 +114,15 @@ def tiles_together(rows: int, groups: int) -> int:
     return max(1, min(8, round(mean / _heights(mean)[-1])))
 
 
-def u_columns(ranks: tuple[int, ...], parts: int) -> int:
-    """Columns of u in one stage: of one term, or of all terms of a gated product."""
-    return (len(ranks) if parts == 2 else 1) * rank_step(max(ranks)) if ranks else 0
+def x_rows(heights: tuple[int, ...], ranks: tuple[int, ...], parts: int) -> int:
+    """Rows of 64 columns that a stage has for x, or for u of a chunk.
 
-
-def x_rows(heights: tuple[int, ...], columns: int) -> int:
-    """Rows of 64 columns that a stage has for x, or for a chunk's rows of u."""
-    u_bytes = 2 * min(CHUNK, heights[-1]) * columns
-    # Of whole swizzle patterns, which are 8 rows.
-    return _whole(max(heights[-1], -(-u_bytes // 128)), 8)
+    For one term, or for all terms of a gated product; of whole swizzle patterns, which are 8 rows.
+    """
+    if not ranks:
+        return heights[-1]
+    one = _whole(min(CHUNK, heights[-1]) * rank_step(max(ranks)) // 64, 8)
+    return _whole(max(heights[-1], (len(ranks) if parts == 2 else 1) * one), one)
 
 
 def words_of_tile(heights: tuple[int, ...]) -> int:

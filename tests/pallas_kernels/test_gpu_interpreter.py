@@ -26,6 +26,8 @@ from tests.pallas_kernels.gpu_interpreter import ProductCase, ShrinkCase, Term, 
 from tests.pallas_kernels.tpu_cases import batches
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
 
+pytestmark = pytest.mark.interpreter
+
 # Every call takes seconds: looking for a smaller failing one would take minutes.
 QUICK = settings(deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 GPT_OSS = Gate(7.0, 1.702, 1.0)

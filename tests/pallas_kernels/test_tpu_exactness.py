@@ -17,6 +17,8 @@ from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule, til
 from tests.pallas_kernels.tpu_cases import ProductCase, Term
 from tests.pallas_kernels.tpu_interpreter import jitted
 
+pytestmark = pytest.mark.interpreter
+
 SIZES, ROWS = (17, 9, 22), 48
 GROUP = np.repeat(np.arange(3), SIZES)
 SLOTS = np.array([-1, 0, 2, 2, 3, 1, 2, -1], np.int32)[np.arange(ROWS) * 5 // 16 % 8]

@@ -14,6 +14,8 @@ from tests.pallas_kernels.cases import Part, Shape, make_case
 from tests.pallas_kernels.tpu_cases import assert_close
 from tests.pallas_kernels.tpu_interpreter import interpreter
 
+pytestmark = pytest.mark.interpreter
+
 GATED = Shape(24, 3, 17, (Part(16), Part(16, shared_a=True, shared_scaling=True)), rank=3)
 PARTS = Shape(24, 3, 17, (Part(12), Part(9, adapted=False), Part(5, shared_b=True)), rank=3)
 

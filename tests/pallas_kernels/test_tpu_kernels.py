@@ -17,6 +17,8 @@ from tests.pallas_kernels import tpu_interpreter
 from tests.pallas_kernels.tpu_cases import ProductCase, Term, assert_close, batches
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows, jitted
 
+pytestmark = pytest.mark.interpreter
+
 GPT_OSS = Gate(7.0, 1.702, 1.0)
 PRODUCTS = {
     "two parts": ProductCase(40, 40, 48, (Term(0, 16), Term(16, 32, 6, shared=True))),

@@ -12,6 +12,8 @@ from pallas_kernels import Lora, moe_mlp
 from tests.pallas_kernels.tpu_cases import assert_close
 from tests.pallas_kernels.tpu_interpreter import interpreter
 
+pytestmark = pytest.mark.interpreter
+
 TOKENS, CHOICES, EXPERTS, SLOTS, RANK, HIDDEN, WIDTH = 7, 2, 3, 2, 3, 24, 20
 
 
