@@ -1,8 +1,9 @@
 """The Hopper kernel of the adapters' gradients: the sum of left[t] ⊗ right[t] over a bucket's rows.
 
-One unit of work is one bucket and a slice of features. Rows come 64 at a time from the bucket's
-first; those of the last step that belong to others are zeroed in shared memory by a select, so
-nothing of theirs is multiplied. The sum runs over the rows in order, in one accumulator.
+One unit of work is one bucket and a slice of features. Rows come 64 at a time from the first of
+each of the bucket's runs; those of the last step that belong to others are zeroed in shared memory
+by a select, so nothing of theirs is multiplied. The sum runs over the rows in order, in one
+accumulator.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_memory import overlaid, two_views, views_of
+from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import PROGRAMS
 
 ROWS = 64  # rows of one step
@@ -22,10 +24,8 @@ STAGES = 4
 STORED = 32  # float32 features stored at once: 128 bytes
 
 
-def outer_kernel(
-    left, right, start: int, width: int, bucket_begin, bucket_end, rank: int, *, interpreted=False
-):
-    """Sums over rows [bucket_begin[b], bucket_end[b]) of each bucket b.
+def outer_kernel(left, right, start: int, width: int, runs: Runs, rank: int, *, interpreted=False):
+    """Sums over the rows of each bucket's runs.
 
     Args:
       left: [M, at least rank, a multiple of 64]. right: [M, at least start + width].
@@ -33,14 +33,16 @@ def outer_kernel(
     Returns:
       float32 [buckets, rank, width]; zeros for buckets without rows.
     """
-    buckets = bucket_begin.shape[0]
+    buckets = runs.first.shape[0]
     rank_blocks, slices = pl.cdiv(rank, 64), pl.cdiv(width, FEATURES)
     units = buckets * rank_blocks * slices
     programs = min(PROGRAMS, units)
     wide = plgpu.SwizzleTransform(128)
     left_shape, right_shape = (STAGES, ROWS, 64), (STAGES, FEATURES // 64, ROWS, 64)
 
-    def body(left, right, begins, ends, out, left_stage, right_stage, stored, full, empty):
+    def body(
+        left, right, firsts, stops, begins, ends, out, left_stage, right_stage, stored, full, empty
+    ):
         ((left_load, left_tiles),) = views_of(left_stage, 2, interpreted=interpreted)
         ((right_load, right_tiles),) = views_of(right_stage, 2, interpreted=interpreted)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -52,23 +54,37 @@ def outer_kernel(
             rest = lax.div(index, jnp.int32(slices))
             rank_block = lax.rem(rest, jnp.int32(rank_blocks))
             bucket = lax.div(rest, jnp.int32(rank_blocks))
-            begin, end = begins[bucket], ends[bucket]
-            steps = lax.div(end - begin + (ROWS - 1), jnp.int32(ROWS))
-            return bucket, rank_block, feature, begin, end, steps
+            return bucket, rank_block, feature
+
+        def over_rows(bucket, visit, step):
+            """visit(row, kept, step) for each step over the bucket's rows; how many are its own."""
+
+            def run(number, step):
+                begin, end = begins[number], ends[number]
+                steps = lax.div(end - begin + (ROWS - 1), jnp.int32(ROWS))
+
+                def rows(k, step):
+                    visit(begin + k * ROWS, end - begin - k * ROWS, step)
+                    return step + 1
+
+                return lax.fori_loop(0, steps, rows, step)
+
+            return lax.fori_loop(firsts[bucket], stops[bucket], run, step)
 
         @pl.when(warpgroup == 1)
         def _memory():
             def unit(i, step):
-                _, rank_block, feature, begin, _, steps = unit_at(i)
+                bucket, rank_block, feature = unit_at(i)
 
-                def load(k, step):
+                def load(row, kept, step):
+                    del kept
                     stage = lax.rem(step, jnp.int32(STAGES))
 
                     @pl.when(step >= STAGES)
                     def _wait():
                         plgpu.barrier_wait(empty.at[stage])
 
-                    rows = pl.ds(begin + k * ROWS, ROWS)
+                    rows = pl.ds(row, ROWS)
                     ranks = pl.ds(rank_block * 64, 64)
                     barrier = full.at[stage]
                     plgpu.copy_gmem_to_smem(left.at[rows, ranks], left_load.at[stage], barrier)
@@ -76,22 +92,21 @@ def outer_kernel(
                         features = pl.ds(start + feature + 64 * block, 64)
                         destination = right_load.at[stage, block]
                         plgpu.copy_gmem_to_smem(right.at[rows, features], destination, barrier)
-                    return step + 1
 
-                return lax.fori_loop(0, steps, load, step)
+                return over_rows(bucket, load, step)
 
             lax.fori_loop(0, mine, unit, jnp.int32(0))
 
         @pl.when(warpgroup == 0)
         def _compute():
             def unit(i, step):
-                bucket, rank_block, feature, begin, end, steps = unit_at(i)
+                bucket, rank_block, feature = unit_at(i)
 
                 def sums(*accumulators):
-                    def add(k, step):
+                    def add(row, kept, step):
+                        del row
                         stage = lax.rem(step, jnp.int32(STAGES))
                         plgpu.barrier_wait(full.at[stage])
-                        kept = end - begin - k * ROWS
 
                         @pl.when(kept < ROWS)
                         def _clear_others():
@@ -105,12 +120,11 @@ def outer_kernel(
                             plgpu.wgmma(accumulator, left_tiles.at[stage].T, features)
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(empty.at[stage])
-                        return step + 1
 
-                    lax.fori_loop(0, steps, add, step)
-                    return tuple(accumulator[...] for accumulator in accumulators)
+                    end = over_rows(bucket, add, step)
+                    return tuple(accumulator[...] for accumulator in accumulators), end
 
-                totals = pl.run_scoped(sums, *[plgpu.ACC((64, 64))] * (FEATURES // 64))
+                totals, step = pl.run_scoped(sums, *[plgpu.ACC((64, 64))] * (FEATURES // 64))
                 for block, total in enumerate(totals):
                     for part in range(64 // STORED):
                         buffer = stored.at[part]
@@ -130,7 +144,7 @@ def outer_kernel(
                                 )
 
                         plgpu.commit_smem_to_gmem_group()
-                return step + steps
+                return step
 
             lax.fori_loop(0, mine, unit, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
@@ -160,7 +174,7 @@ def outer_kernel(
         ),
         kernel_name=f"lora_outer_r{rank}_n{width}",
     )
-    return kernel(left, right, bucket_begin, bucket_end)
+    return kernel(left, right, *runs)
 
 
 def _keep_rows(tile, count):

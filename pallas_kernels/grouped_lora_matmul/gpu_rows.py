@@ -89,6 +89,20 @@ class Tables:
         return group_of(self.place)
 
 
+class Runs(NamedTuple):
+    """The adapted runs of each bucket, a (slot, group) or a slot.
+
+    Attributes:
+      first, stop: int32 [buckets], which runs are the bucket's.
+      begin, end: int32 [runs], the rows of each.
+    """
+
+    first: jax.Array
+    stop: jax.Array
+    begin: jax.Array
+    end: jax.Array
+
+
 class Route(NamedTuple):
     """Where the rows of a MoE layer go: the token of each row, and each choice's row."""
 
@@ -167,6 +181,26 @@ def _pieces(place) -> Pieces:
     number = jnp.cumsum(starts.astype(jnp.int32))
     index = jnp.where(starts, number - 1, count)
     return Pieces(number, jnp.zeros_like(row).at[index].set(row, unique_indices=True, mode="drop"))
+
+
+def runs_of_buckets(tables: Tables, slots: int, groups: int) -> Runs:
+    """Buckets are numbered slot * groups + group; with `groups` 1 they are slots."""
+    place, count = tables.place, slots * groups
+    row = jnp.arange(place.shape[0], dtype=jnp.int32)
+    starts = (row == 0) | (place != jnp.roll(place, 1))
+    group = tables.group_of_row if groups > 1 else 0
+    bucket = jnp.where(starts & (tables.row_slots >= 0), tables.row_slots * groups + group, count)
+    if tables.in_order and groups > 1:
+        begin, end = (
+            jnp.zeros(count, jnp.int32).at[bucket].set(value, mode="drop", unique_indices=True)
+            for value in (row, tables.run_end)
+        )
+        first = jnp.arange(count, dtype=jnp.int32)
+        return Runs(first, first + (end > begin), begin, end)
+    sizes = jnp.zeros(count, jnp.int32).at[bucket].add(1, mode="drop")
+    stop = jnp.cumsum(sizes)
+    _, order = lax.sort((bucket, row), num_keys=1, is_stable=True)
+    return Runs(stop - sizes, stop, order, tables.run_end[order])
 
 
 def group_ends(group_sizes, groups: int, rows: int) -> jax.Array:

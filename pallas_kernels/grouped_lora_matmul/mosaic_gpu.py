@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.grouped_lora_matmul import gpu_gather, gpu_rows
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
@@ -121,54 +120,10 @@ def _blocks(ranks):
 
 def outer(left, right, start, width, tables: Tables, shape):
     """The sum of left[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
-    slots, groups = shape
     rank = left.shape[1]
     left = jnp.pad(left, ((0, 0), (0, -rank % 64)))
-    if tables.in_order and groups > 1:
-        total = outer_kernel(left, right, start, width, *_runs_of_buckets(tables, shape), rank)
-    else:
-        total = _outer_in_any_order(left, right, start, width, tables, shape, rank)
-    return total.reshape(slots, groups, rank, width)
-
-
-def _runs_of_buckets(tables: Tables, shape):
-    """Where each bucket's only run begins and ends; 0 and 0 for none."""
-    slots, groups = shape
-    row = jnp.arange(tables.place.shape[0], dtype=jnp.int32)
-    first = (row == 0) | (tables.place != jnp.roll(tables.place, 1))
-    bucket = tables.row_slots * groups + tables.group_of_row
-    index = jnp.where(first & (tables.row_slots >= 0), bucket, slots * groups)
-    return tuple(
-        jnp.zeros(slots * groups, jnp.int32).at[index].set(value, mode="drop", unique_indices=True)
-        for value in (row, tables.run_end)
-    )
-
-
-def _outer_in_any_order(left, right, start, width, tables: Tables, shape, rank):
-    """Sorts the rows by bucket first if they are not."""
-    slots, groups = shape
-    slot = tables.row_slots
-    group = tables.group_of_row if groups > 1 else jnp.zeros_like(slot)
-    adapted = slot >= 0
-    bucket_of_row = jnp.where(adapted, group * slots + slot, -1)
-    # Rows without an adapter count as just after the bucket before them.
-    reached = lax.cummax(bucket_of_row)
-    in_order = jnp.all(jnp.where(adapted, bucket_of_row == reached, True))
-    key = jnp.where(adapted, 2 * bucket_of_row, 2 * reached + 1)
-
-    def summed(left, right, key):
-        bucket = 2 * (jnp.arange(groups)[None, :] * slots + jnp.arange(slots)[:, None])
-        bucket = bucket.reshape(-1, 1).astype(jnp.int32)
-        begin = jnp.sum(key[None, :] < bucket, axis=1, dtype=jnp.int32)
-        end = jnp.sum(key[None, :] <= bucket, axis=1, dtype=jnp.int32)
-        return outer_kernel(left, right, start, width, begin, end, rank)
-
-    def sorted_first(left, right, key):
-        key = jnp.where(adapted, key, 2 * groups * slots)
-        order = jnp.argsort(key, stable=True)
-        return summed(left[order], right[order], key[order])
-
-    return lax.cond(in_order, summed, sorted_first, left, right, key)
+    runs = gpu_rows.runs_of_buckets(tables, *shape)
+    return outer_kernel(left, right, start, width, runs, rank).reshape(*shape, rank, width)
 
 
 def _whole_ranks(factor: jax.Array) -> jax.Array:

@@ -34,6 +34,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
 
     from pallas_kernels.grouped_lora_matmul import mosaic_gpu
     from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
+    from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
     from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, packed_columns
 
     def array(*sizes, dtype=jnp.bfloat16):
@@ -73,11 +74,11 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "shrink", shrink, (array(rows, hidden), tables, (factor(hidden),) * 2, (scaling,) * 2)
     yield "shrink down", shrink, (array(rows, wide), tables, (factor(wide),), (scaling,))
 
-    def outer(left, right, begins, ends):
-        return outer_kernel(left, right, 0, right.shape[1], begins, ends, rank)
+    def outer(left, right, *runs):
+        return outer_kernel(left, right, 0, right.shape[1], Runs(*runs), rank)
 
     low = array(rows, -(-rank // 64) * 64)
-    yield "outer", outer, (low, array(rows, hidden), *(number(slots * groups),) * 2)
+    yield "outer", outer, (low, array(rows, hidden), *(number(slots * groups),) * 4)
 
 
 def main(name: str, tokens: str, rank: str, only: str = ""):

@@ -236,16 +236,16 @@ def pieces_of(tables):
 @functools.cache
 def outer_compiled(start: int, width: int, rank: int):
     @jax.jit
-    def outer(left, right, begins, ends):
-        return outer_kernel(left, right, start, width, begins, ends, rank, interpreted=True)
+    def outer(left, right, runs):
+        return outer_kernel(left, right, start, width, runs, rank, interpreted=True)
 
     return outer
 
 
-def outer(left, right, start, width, begins, ends, rank):
+def outer(left, right, start, width, runs, rank):
     """`outer_kernel` in few programs."""
     with mock.patch.object(gpu_outer, "PROGRAMS", PROGRAMS):
-        return interpret(outer_compiled(start, width, rank), left, right, begins, ends)
+        return interpret(outer_compiled(start, width, rank), left, right, runs)
 
 
 def gather(x, index):

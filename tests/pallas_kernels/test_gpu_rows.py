@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -208,3 +209,30 @@ def test_tiles_of_a_group_are_equal():
         heights = rows[group == of]
         assert heights.sum() == sizes[of] and heights.max() - heights.min() <= 1
     assert (np.diff(rows[group < 3]) <= 1).all() and group[-1] == 3
+
+
+@pytest.mark.parametrize("sorted_slots", [True, False])
+@pytest.mark.parametrize("by_group", [True, False])
+def test_runs_of_buckets(sorted_slots, by_group):
+    """The runs of each bucket, in order of rows, whatever the order of slots inside a group."""
+    rng, groups, slots = np.random.default_rng(0), 5, 3
+    sizes = np.array([40, 0, 33, 7, 100], np.int32)
+    slot = np.concatenate(
+        [rng.integers(-1, slots, size) for size in sizes] + [rng.integers(0, 2, 9)]
+    )
+    ends = np.cumsum(sizes)
+    if sorted_slots:
+        slot = np.concatenate([np.sort(part) for part in np.split(slot, ends)])
+    group = np.concatenate([np.repeat(np.arange(groups), sizes), np.full(9, groups)])
+    tables = compiled_tables(groups)(sizes, slot.astype(np.int32))
+    for in_order in {False, sorted_slots and by_group}:
+        tables = dataclasses.replace(tables, in_order=in_order)
+        runs = gpu_rows.runs_of_buckets(tables, slots, groups if by_group else 1)
+        first, stop, begin, end = map(np.asarray, runs)
+        for bucket, (a, b) in enumerate(zip(first, stop, strict=True)):
+            its_slot, its_group = divmod(bucket, groups) if by_group else (bucket, None)
+            mine = (slot == its_slot) & (group < groups)
+            if by_group:
+                mine &= group == its_group
+            found = np.concatenate([np.arange(begin[run], end[run]) for run in range(a, b)] or [[]])
+            assert found.tolist() == np.flatnonzero(mine).tolist()
