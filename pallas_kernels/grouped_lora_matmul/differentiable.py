@@ -21,9 +21,11 @@ differentiable by itself. Letters as in `api.py`; u is a backend's own array typ
     shrink(x, tables, factors, starts, scalings) -> u of each term
         u[p][t] = scalings[p][slot, group] · x[t, starts[p] : + width] · factors[p][slot, group]ᵀ,
         scaled in float32; a scaling of None is 1. Rows without an adapter may hold anything.
-    outer(left, right, start, width, tables, shape) -> float32 [*shape, R, width]
-        Σ left[t] ⊗ right[t, start : start + width] over the rows of each (slot, group), or of each
-        slot when shape is (S, 1); left is a plain array.
+    outer(lefts, right, start, width, tables, shape, dtype) -> [*shape, rank, width] of each left
+        lefts are (u, rank) pairs: u as `shrink` returns it, and how many of its columns count.
+        Σ u[t, : rank] ⊗ right[t, start : start + width] over the rows of each (slot, group), or of
+        each slot when shape is (S, 1): summed in float32 (float64 for float64), then rounded to
+        dtype. right is a plain array.
 
 All of them keep rows and slots apart (a NaN in one slot stays there) and give a row the same bits
 whatever is around it.
@@ -32,7 +34,6 @@ whatever is around it.
 from __future__ import annotations
 
 import functools
-import itertools
 from types import ModuleType
 
 import jax
@@ -127,30 +128,28 @@ def _product(backend, x, w, tables, u, terms, gate):
 
 
 def _a_gradients(backend, pairs, x, du, tables):
-    """Those of all terms whose A has the same slots and groups in one product: it reads x once."""
+    """Those of all terms whose A has the same slots, groups and dtype together: x is read once."""
     da = [None] * len(pairs)
-    shapes = [pair.a.shape[:2] for pair in pairs]
-    for shape in dict.fromkeys(shapes):
-        same = [i for i, its in enumerate(shapes) if its == shape]
-        left = [_columns(du[i], pairs[i]) for i in same]
-        ends = list(itertools.accumulate(part.shape[1] for part in left))
-        left = jnp.concatenate(left, axis=1)
-        sums = backend.outer(left, x, 0, x.shape[1], tables, shape)
-        for i, part in zip(same, jnp.split(sums, ends[:-1], axis=2), strict=True):
-            da[i] = part.astype(pairs[i].a.dtype)
+    kinds = [(pair.a.shape[:2], pair.a.dtype) for pair in pairs]
+    for shape, dtype in dict.fromkeys(kinds):
+        same = [i for i, kind in enumerate(kinds) if kind == (shape, dtype)]
+        lefts = tuple((du[i], _rank(pairs[i])) for i in same)
+        found = backend.outer(lefts, x, 0, x.shape[1], tables, shape, dtype)
+        for i, its in zip(same, found, strict=True):
+            da[i] = its
     return da
 
 
-def _columns(u, pair):
-    """u as a plain array of the pair's rank."""
-    return jnp.asarray(u)[:, : pair.a.shape[2]]
+def _rank(pair):
+    return pair.a.shape[2]
 
 
 def _pair_gradient(backend, pair, x, dy, start, u, da, tables):
     width = pair.b.shape[3]
-    db = backend.outer(_columns(u, pair), dy, start, width, tables, pair.b.shape[:2])
+    lefts, shape = ((u, _rank(pair)),), pair.b.shape[:2]
+    (db,) = backend.outer(lefts, dy, start, width, tables, shape, pair.b.dtype)
     dscaling = _scaling_gradient(backend, pair, x, dy, start, tables)
-    return type(pair)(da, db.astype(pair.b.dtype), dscaling)
+    return type(pair)(da, db, dscaling)
 
 
 def _scaling_gradient(backend, pair, x, dy, start, tables):
@@ -160,6 +159,8 @@ def _scaling_gradient(backend, pair, x, dy, start, tables):
     """
     (u,) = backend.shrink(x, tables, (pair.a,), (0,), (None,))
     (v,) = backend.shrink(dy, tables, (pair.b,), (start,), (None,))
-    u, v = _columns(u, pair), _columns(v, pair)
-    products = backend.outer(u, v, 0, v.shape[1], tables, pair.scaling.shape)
+    # v may be wider than the rank; the trace ends there.
+    v, exact = jnp.asarray(v), jnp.result_type(jnp.float32, x.dtype, pair.a.dtype)
+    lefts, shape = ((u, _rank(pair)),), pair.scaling.shape
+    (products,) = backend.outer(lefts, v, 0, v.shape[1], tables, shape, exact)
     return jnp.trace(products, axis1=2, axis2=3).astype(pair.scaling.dtype)

@@ -4,6 +4,10 @@ One unit of work is one bucket and a slice of features. Rows come 64 at a time f
 each of the bucket's runs; those of the last step that belong to others are zeroed in shared memory
 by a select, so nothing of theirs is multiplied. The sum runs over the rows in order, in one
 accumulator.
+
+    D = leftᵀ · right : [64 ranks, 256 features], the columns of all terms of one u together
+
+Columns of u that no term owns stay in rows of D that nobody stores.
 """
 
 from __future__ import annotations
@@ -17,31 +21,47 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_lora_matmul.gpu_memory import overlaid, two_views, views_of
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import PROGRAMS
+from pallas_kernels.grouped_lora_matmul.gpu_store import whole_lines
 
 ROWS = 64  # rows of one step
 FEATURES = 256  # features of one unit
 STAGES = 4
-STORED = 32  # float32 features stored at once: 128 bytes
+LINE = 128  # bytes of features stored at once
 
 
-def outer_kernel(left, right, start: int, width: int, runs: Runs, rank: int, *, interpreted=False):
-    """Sums over the rows of each bucket's runs.
+def outer_kernel(
+    left,
+    columns: tuple[tuple[int, int], ...],
+    right,
+    start: int,
+    width: int,
+    runs: Runs,
+    dtype,
+    *,
+    interpreted=False,
+):
+    """Sums of u[t] ⊗ right[t, start : start + width] over the rows of each bucket's runs.
 
     Args:
-      left: [M, at least rank, a multiple of 64]. right: [M, at least start + width].
+      left: [M, a multiple of 64], u of all terms. columns: first and rank of each; a first column
+        is a multiple of 8, the copy engine's unit. right: [M, at least start + width].
+      dtype: what float32 sums are rounded to.
 
     Returns:
-      float32 [buckets, rank, width]; zeros for buckets without rows.
+      `dtype` [buckets, rank, width] of each term; zeros for buckets without rows.
     """
     buckets = runs.first.shape[0]
-    rank_blocks, slices = pl.cdiv(rank, 64), pl.cdiv(width, FEATURES)
+    base, end = min(first for first, _ in columns), max(sum(its) for its in columns)
+    rank_blocks, slices = pl.cdiv(end - base, 64), pl.cdiv(width, FEATURES)
+    features_of_line = LINE // jnp.dtype(dtype).itemsize
+    stored_width = whole_lines(width, features_of_line)
     units = buckets * rank_blocks * slices
     programs = min(PROGRAMS, units)
     wide = plgpu.SwizzleTransform(128)
     left_shape, right_shape = (STAGES, ROWS, 64), (STAGES, FEATURES // 64, ROWS, 64)
 
     def body(
-        left, right, firsts, stops, begins, ends, out, left_stage, right_stage, stored, full, empty
+        left, right, firsts, stops, begins, ends, *out, left_stage, right_stage, stored, full, empty
     ):
         ((left_load, left_tiles),) = views_of(left_stage, 2, interpreted=interpreted)
         ((right_load, right_tiles),) = views_of(right_stage, 2, interpreted=interpreted)
@@ -85,7 +105,7 @@ def outer_kernel(left, right, start: int, width: int, runs: Runs, rank: int, *, 
                         plgpu.barrier_wait(empty.at[stage])
 
                     rows = pl.ds(row, ROWS)
-                    ranks = pl.ds(rank_block * 64, 64)
+                    ranks = pl.ds(base + rank_block * 64, 64)
                     barrier = full.at[stage]
                     plgpu.copy_gmem_to_smem(left.at[rows, ranks], left_load.at[stage], barrier)
                     for block in range(FEATURES // 64):
@@ -125,33 +145,42 @@ def outer_kernel(left, right, start: int, width: int, runs: Runs, rank: int, *, 
                     return tuple(accumulator[...] for accumulator in accumulators), end
 
                 totals, step = pl.run_scoped(sums, *[plgpu.ACC((64, 64))] * (FEATURES // 64))
-                for block, total in enumerate(totals):
-                    for part in range(64 // STORED):
-                        buffer = stored.at[part]
-                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        buffer[...] = total[:, part * STORED : (part + 1) * STORED]
-                        plgpu.commit_smem()
-                        features = pl.ds(feature + 64 * block + STORED * part, STORED)
-                        for first in range(0, rank, 64):
-                            kept = min(64, rank - first)
+                for line in range(FEATURES // features_of_line):
+                    block, first = divmod(line * features_of_line, 64)
+                    buffer = stored.at[line % 2]
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    part = totals[block][:, first : first + features_of_line]
+                    buffer[...] = part.astype(dtype)
+                    plgpu.commit_smem()
+                    features = pl.ds(feature + line * features_of_line, features_of_line)
+                    store(buffer, bucket, rank_block, features)
+                return step
 
-                            @pl.when(rank_block == first // 64)
-                            def _store(buffer=buffer, features=features, first=first, kept=kept):
+            def store(buffer, bucket, rank_block, features):
+                """Stores each term's own rows of a block of ranks."""
+                for block in range(rank_blocks):
+
+                    @pl.when(rank_block == block)
+                    def _store(begin=base + 64 * block):
+                        for (first, rank), sums in zip(columns, out, strict=True):
+                            low, high = max(first, begin), min(first + rank, begin + 64)
+                            if low < high:
                                 plgpu.copy_smem_to_gmem(
-                                    buffer.at[pl.ds(0, kept)],
-                                    out.at[bucket, pl.ds(first, kept), features],
+                                    buffer.at[pl.ds(low - begin, high - low)],
+                                    sums.at[bucket, pl.ds(low - first, high - low), features],
                                     commit_group=False,
                                 )
 
-                        plgpu.commit_smem_to_gmem_group()
-                return step
+                plgpu.commit_smem_to_gmem_group()
 
             lax.fori_loop(0, mine, unit, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((buckets, rank, width), jnp.float32),
+        out_type=tuple(
+            jax.ShapeDtypeStruct((buckets, rank, stored_width), dtype) for _, rank in columns
+        ),
         grid=(programs,),
         grid_names=("program",),
         num_threads=2,
@@ -160,9 +189,9 @@ def outer_kernel(left, right, start: int, width: int, runs: Runs, rank: int, *, 
             left_stage=overlaid(two_views(left_shape, right.dtype), interpreted=interpreted),
             right_stage=overlaid(two_views(right_shape, right.dtype), interpreted=interpreted),
             stored=plgpu.SMEM(
-                (64 // STORED, 64, STORED),
-                jnp.float32,
-                transforms=(plgpu.TilingTransform((1, STORED)), wide),
+                (2, 64, features_of_line),
+                dtype,
+                transforms=(plgpu.TilingTransform((1, features_of_line)), wide),
             ),
             full=plgpu.Barrier(num_arrivals=1 + FEATURES // 64, num_barriers=STAGES),
             empty=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
@@ -172,9 +201,9 @@ def outer_kernel(left, right, start: int, width: int, runs: Runs, rank: int, *, 
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
-        kernel_name=f"lora_outer_r{rank}_n{width}",
+        kernel_name=f"lora_outer_r{max(rank for _, rank in columns)}_n{width}_x{len(columns)}",
     )
-    return kernel(left, right, *runs)
+    return tuple(sums[:, :, :width] for sums in kernel(left, right, *runs))
 
 
 def _keep_rows(tile, count):

@@ -6,16 +6,18 @@ what its rows cost, and the same kernel serves decode (8 rows a tile) and prefil
 
     a tile = F features x up to `heights[-1]` rows of one group
     ring of stages: [ W: F x 64 | x: rows x 64 ]       one k-step; loaded by the memory warpgroup
-    after the K loop, for each stretch of rows of one slot (32 at most):
-                    [ B: rank x F | u: 32 x rank ]     d = Bᵀ·uᵀ, added by a select on the rows
+    after the K loop, the same sums go on over the ranks:
+        one adapter in the tile:    [ B: rank x F | u: rows x rank ]
+        each run of rows of a slot: [ B: rank x F | u: 32 x rank ]     into a copy of the sums, from
+                                                                       which a select takes its rows
     ring of tiles:  [ words of the table | place and run end of each row ]
 
 What a tile is comes through shared memory too: read from global memory, its words would cost the
 tensor cores a microsecond before every tile.
 
-Every output element is the sum over K in steps of 64 in one accumulator, then one addition for
-each low-rank term, whatever the tile is: bits do not depend on the schedule. A select, not a mask
-on u, keeps rows apart: 0 x NaN would not.
+Every output element is the sum over K in steps of 64, then over the ranks of each term, in one
+accumulator, whatever the tile is: bits do not depend on the schedule. A select, not a mask on u,
+keeps rows apart: 0 x NaN would not.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_layout import K_STEP, Produc
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
-from pallas_kernels.grouped_lora_matmul.gpu_store import store_rows
+from pallas_kernels.grouped_lora_matmul.gpu_store import store_rows, whole_lines
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 
 
@@ -77,7 +79,7 @@ def product_kernel(
     layout = ProductLayout(x, w, terms, starts, schedule, contract, gate, single_rows, interpreted)
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
-        out_type=jax.ShapeDtypeStruct((x.shape[0], layout.out_width), x.dtype),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], whole_lines(layout.width, 64)), x.dtype),
         grid=(schedule.programs,),
         grid_names=("program",),
         num_threads=schedule.consumers + 1,
@@ -101,7 +103,7 @@ def product_kernel(
             *terms.factors,
         )
     tiles = (tables.place,) if tables.tiles is None else tables.tiles
-    return kernel(*tiles, x, w, *lora)
+    return kernel(*tiles, x, w, *lora)[:, : layout.width]
 
 
 def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, **scratch):
@@ -210,13 +212,13 @@ class _Kernel:
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)
         if self.layout.terms:
             self.feed.wait(tile)
-            size, adapted = self.layout.chunk, self.feed.adapted_rows(tile)
-
-            def load_chunk(chunk, step):
-                load = functools.partial(self.load_low_rank, tile, chunk * size)
-                return self.feed.walk_runs(tile, adapted, chunk * size, load, step)
-
-            step = lax.fori_loop(0, lax.div(adapted + size - 1, size), load_chunk, step)
+            slot = self.feed.only_slot(tile)
+            step = lax.cond(
+                slot >= 0,
+                functools.partial(self.load_whole, tile, slot),
+                functools.partial(self.load_runs, tile),
+                step,
+            )
             # All its warps have read the words before a copy of its own replaces them.
             plgpu.commit_smem()
         return step
@@ -254,10 +256,30 @@ class _Kernel:
             both = source(slice(None), 0, features)
             plgpu.copy_gmem_to_smem(both, self.w_load.at[stage], barrier)
 
-    def load_low_rank(self, tile, begin, slot, first, stop, step):
-        del first, stop
+    def load_whole(self, tile, slot, step):
+        """The low-rank stages of a tile with one adapter."""
+
+        def load(height, step):
+            return self.load_low_rank(tile, 0, height, slot, step)
+
+        return for_height(self.schedule.heights, tile.rows, load, step)
+
+    def load_runs(self, tile, step):
+        """The low-rank stages of each chunk's runs."""
+        size, adapted = self.layout.chunk, self.feed.adapted_rows(tile)
+
+        def load_chunk(chunk, step):
+            def load(slot, first, stop, step):
+                del first, stop
+                return self.load_low_rank(tile, chunk * size, size, slot, step)
+
+            return self.feed.walk_runs(tile, adapted, chunk * size, load, step)
+
+        return lax.fori_loop(0, lax.div(adapted + size - 1, size), load_chunk, step)
+
+    def load_low_rank(self, tile, begin, count, slot, step):
         layout = self.layout
-        rows = pl.ds(tile.row + begin, layout.chunk)
+        rows = pl.ds(tile.row + begin, count)
 
         def load_set(its, j, step):
             stage = self.acquire(step)
@@ -280,7 +302,7 @@ class _Kernel:
                     self.u[term].at[
                         rows, pl.ds(layout.u_first[term] + first_rank, layout.rank_step)
                     ],
-                    self.u_load.at[stage * layout.u_per_stage + place],
+                    self.u_load.at[stage, pl.ds(place * layout.x_rows, count)],
                     barrier,
                 )
             return step + 1
@@ -340,9 +362,14 @@ class _Kernel:
             def _release():
                 plgpu.barrier_arrive(self.empty.at[self.stage_of(end + (s.stages - 1))])
 
-            return tuple(accumulator[...] for accumulator in accumulators)
+            if layout.terms:
+                places = [(i, 0, height) for i in range(blocks)]
+                end = self.low_rank_steps(
+                    warpgroup, accumulators, places, self.whole_steps(tile), end
+                )
+            return tuple(accumulator[...] for accumulator in accumulators), end
 
-        sums = pl.run_scoped(k_loop, *[plgpu.ACC((64, height)) for _ in range(blocks)])
+        sums, end = pl.run_scoped(k_loop, *[plgpu.ACC((64, height)) for _ in range(blocks)])
 
         def cut(total, piece):
             if piece.start < height:
@@ -350,7 +377,7 @@ class _Kernel:
             return total[:, : piece.width] + tile.rows.astype(jnp.float32)
 
         pieces = [piece for chunk in layout.chunks for piece in chunk]
-        return tuple(tuple(cut(t, piece) for piece in pieces) for t in sums), step + tile.k_steps
+        return tuple(tuple(cut(t, piece) for piece in pieces) for t in sums), end
 
     def block_of(self, warpgroup, i):
         """Which 64-feature block of a stage is accumulator i of a warpgroup."""
@@ -358,69 +385,60 @@ class _Kernel:
         part, block = divmod(i, s.blocks)
         return part * (s.features // 64) + warpgroup * s.blocks + block
 
+    def low_rank_steps(self, warpgroup, accumulators, places, steps, step):
+        """Adds `steps` stages of u·B to accumulators, each (i, first row in the stage, rows)."""
+        s, layout = self.schedule, self.layout
+
+        def add(j, step):
+            stage = self.stage_of(step)
+            plgpu.barrier_wait(self.low_rank_full.at[stage])
+            for accumulator, (i, row, count) in zip(accumulators, places, strict=True):
+                feature = (warpgroup * s.blocks + i % s.blocks) * 64
+                for place in layout.places_of_part(i // s.blocks):
+                    b = self.b.at[stage * layout.b_per_stage + place, :, pl.ds(feature, 64)]
+                    u = self.u_tiles.at[stage, pl.ds(place * layout.x_rows + row, count)]
+                    plgpu.wgmma(accumulator, b.T, u.T)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.empty.at[stage])
+            return step + 1
+
+        return lax.fori_loop(0, steps, add, step)
+
+    def whole_steps(self, tile):
+        """Low-rank stages of a tile with one adapter; 0 for others."""
+        return jnp.where(self.feed.only_slot(tile) >= 0, self.steps_of_run(tile), 0)
+
+    def steps_of_run(self, tile):
+        return sum(self.layout.steps_of(its, tile.feature) for its in self.layout.sets())
+
     def add_low_rank(self, tile, chunk, warpgroup, slot, first, stop, carry):
+        """Adds u·B to the rows [first, stop) of a chunk."""
         del slot
-        sets = self.layout.sets()
-        add = functools.partial(self.add_set, chunk, warpgroup, len(sets[0].terms), first, stop)
-        steps = [self.layout.steps_of(its, tile.feature) for its in sets]
-        if len(sets) == 1:
-            return add(steps[0], carry)
-
-        def add_one(number, carry):
-            # The same code for all of them.
-            its = functools.reduce(
-                lambda found, i: jnp.where(number == i, steps[i], found), range(len(sets)), 0
-            )
-            return lax.cond(its > 0, functools.partial(add, its), lambda carry: carry, carry)
-
-        return lax.fori_loop(0, len(sets), add_one, carry)
-
-    def add_set(self, chunk, warpgroup, terms, first, stop, steps, carry):
-        """Adds terms that share their rank steps to the rows [first, stop) of a chunk."""
         s, layout = self.schedule, self.layout
         sums, step = carry
         begin = chunk[0].start
-        places = [
-            (term, i, p)
-            for term in range(terms)
-            for i in range(layout.parts * s.blocks)
-            if layout.gate is None or i // s.blocks == layout.part_of_term(term)
-            for p in range(len(chunk))
-        ]
+        steps = self.steps_of_run(tile)
+        places = [(i, p) for i in range(layout.parts * s.blocks) for p in range(len(chunk))]
+        rows = [(i, chunk[p].start - begin, chunk[p].width) for i, p in places]
 
-        def products(*deltas):
-            def add(j, step):
-                stage = self.stage_of(step)
-                plgpu.barrier_wait(self.low_rank_full.at[stage])
-                for delta, (term, i, p) in zip(deltas, places, strict=True):
-                    feature = (warpgroup * s.blocks + i % s.blocks) * 64
-                    b = self.b.at[stage * layout.b_per_stage + term, :, pl.ds(feature, 64)]
-                    rows = pl.ds(chunk[p].start - begin, chunk[p].width)
-                    u = self.u_tiles.at[stage * layout.u_per_stage + term, rows]
-                    plgpu.wgmma(delta, b.T, u.T)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(self.empty.at[stage])
-                return step + 1
+        def products(accumulators):
+            self.low_rank_steps(warpgroup, accumulators, rows, steps, step)
 
-            lax.fori_loop(0, steps, add, step)
-            return tuple(delta[...] for delta in deltas)
-
-        accumulators = [plgpu.ACC((64, chunk[p].width)) for _, _, p in places]
-        deltas = pl.run_scoped(products, *accumulators)
-
-        def added(inside):
-            total = [list(pieces) for pieces in sums]
-            for delta, (_, i, p) in zip(deltas, places, strict=True):
-                total[i][p] = inside(chunk[p], sums[i][p] + delta, sums[i][p])
-            return tuple(map(tuple, total))
-
-        def of_run(piece, new, old):
-            offset = begin - piece.start
-            return jnp.where(self.between(piece.width, first + offset, stop + offset), new, old)
-
+        old = [sums[i][p] for i, p in places]
+        new = _continued(old, products, layout.interpreted)
         whole = (first == 0) & (stop == layout.chunk)
-        sums = lax.cond(whole, lambda: added(lambda piece, new, old: new), lambda: added(of_run))
-        return sums, step + steps
+
+        def chosen():
+            return [
+                jnp.where(self.between(width, first - row, stop - row), its, other)
+                for its, other, (_, row, width) in zip(new, old, rows, strict=True)
+            ]
+
+        taken = lax.cond(whole, lambda: list(new), chosen)
+        totals = [list(pieces) for pieces in sums]
+        for value, (i, p) in zip(taken, places, strict=True):
+            totals[i][p] = value
+        return tuple(map(tuple, totals)), step + steps
 
     @staticmethod
     def between(width, first, stop):
@@ -453,3 +471,17 @@ class _Kernel:
             plgpu.commit_smem()
             column = tile.feature + (warpgroup * s.blocks + block) * 64
             store_rows(buffer, self.y, tile.row + begin, count, rows, pl.ds(column, 64))
+
+
+def _continued(totals, add, interpreted: bool):
+    """The totals after add(accumulators), which start with them."""
+    if not interpreted:
+        return pl.run_state(add)([plgpu.ACC.init(total) for total in totals])
+
+    # The interpreter's accumulators start with zeros.
+    def added(*accumulators):
+        add(accumulators)
+        return tuple(accumulator[...] for accumulator in accumulators)
+
+    sums = pl.run_scoped(added, *[plgpu.ACC(total.shape) for total in totals])
+    return [total + its for total, its in zip(totals, sums, strict=True)]

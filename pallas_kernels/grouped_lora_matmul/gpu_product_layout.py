@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     rank_step,
     words_of_rows,
     words_of_tile,
-    x_rows,
 )
 
 K_STEP = 64  # columns of one stage: 128 bytes, the widest swizzle
@@ -32,7 +32,6 @@ class ProductLayout:
         self.rows, self.k = x.shape
         self.groups = w.shape[0]
         self.width = w.shape[3 - contract] // self.parts
-        self.out_width = self.width
         self.dtype = x.dtype
         self.k_steps = pl.cdiv(self.k, K_STEP)
         self.feature_tiles = pl.cdiv(self.width, schedule.features)
@@ -44,8 +43,9 @@ class ProductLayout:
         self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
         self.u_first = () if terms is None else tuple(u.first for u in terms.u)
         self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
-        # One stage holds all terms of a gated product, or one term.
-        self.terms_of_stage = self.terms if gate is not None else min(self.terms, 1)
+        self.terms_of_stage = len(self.sets()[0].terms) if self.terms else 0
+        # Rows of x in a stage, or of u for each of its terms.
+        self.x_rows = schedule.heights[-1]
         # Where in shared memory the words of a tile's rows are.
         self.place = LINE
         self.run_end = LINE + words_of_rows(schedule.heights)
@@ -60,16 +60,13 @@ class ProductLayout:
 
     def scratch(self):
         s, r = self.schedule, self.rank_step
-        u_bytes = self.chunk * r * 2
-        self.x_rows = x_rows(s.heights, self.ranks, self.parts)
-        self.u_per_stage = self.x_rows * 128 // u_bytes
         self.b_per_stage = self.parts * 64 // r
         x_uses = [two_views((s.stages, self.x_rows, 64), self.dtype)]
         w_shape = (s.stages, self.w_rows // 64, 64, 64)
         whole = (s.stages, self.parts, s.features, 64) if self.w_copies == 1 else None
         w_uses = [two_views(w_shape, self.dtype, load_shape=whole)]
         if self.terms:
-            x_uses.append(two_views((s.stages * self.u_per_stage, self.chunk, r), self.dtype))
+            x_uses.append(two_views((s.stages, self.x_rows * 64 // r, r), self.dtype))
             b_shape = (s.stages * self.b_per_stage, r, s.features)
             b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
             w_uses.append([plgpu.SMEM(b_shape, self.dtype, transforms=b_tiles)])
@@ -98,8 +95,13 @@ class ProductLayout:
         return (0 if self.single_rows else 1) + (2 if self.terms else int(self.single_rows))
 
     def sets(self) -> list[Set]:
-        """What is added after another: each term, or all terms of a gated product at once."""
-        if self.gate is not None:
+        """What is added after another: each term, or all at once if one stage may hold them.
+
+        It may where a gate has columns for each, or where all cover every column.
+        """
+        cover = all(width == self.width for width in self.widths)
+        cover &= self.terms * self.rank_step <= 64
+        if self.gate is not None or cover:
             return [Set(tuple(range(self.terms)), pl.cdiv(max(self.ranks), self.rank_step))]
         return [Set((term,), pl.cdiv(rank, self.rank_step)) for term, rank in enumerate(self.ranks)]
 
@@ -111,9 +113,11 @@ class ProductLayout:
         apart = (feature >= start + width) | (feature + self.schedule.features <= start)
         return jnp.where(apart, 0, its.steps)
 
-    def part_of_term(self, term):
-        """Which accumulator part a term of a gated product belongs to."""
-        return 0 if self.gate is None or self.starts[term] == 0 else 1
+    def places_of_part(self, part):
+        """Which of a stage's terms add to an accumulator part."""
+        if self.gate is None:
+            return range(self.terms_of_stage)
+        return [term for term in range(self.terms) if (self.starts[term] > 0) == (part > 0)]
 
 
 class Set(NamedTuple):
@@ -132,8 +136,12 @@ class Piece(NamedTuple):
 
 
 def chunks(heights: tuple[int, ...], size: int) -> list[list[Piece]]:
-    """The pieces of a tile, cut at the heights of its variants, in chunks of `size` rows."""
-    ends = sorted({*heights, *range(size, heights[-1], size)})
+    """The pieces of a tile, cut at the heights of its variants, in chunks of `size` rows.
+
+    None is wider than the lowest variant, whose accumulator stands for the pieces it lacks.
+    """
+    steps = (range(step, heights[-1], step) for step in (size, heights[0]))
+    ends = sorted({*heights, *itertools.chain(*steps)})
     starts = [0, *ends[:-1]]
     pieces = [
         Piece(number, start, end - start)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -26,7 +27,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
 FEW_ROWS = 2048  # up to here all pairs of rows are compared, for everything
-COMPARED_ROWS = 4096  # up to here comparing all pairs places rows faster than a sort
+MOST_KEYS = 4096  # of (group, slot), and
+MOST_COUNTED_ROWS = 65536  # of rows: up to here counting is faster than a sort
 RADIX_ROWS = 16385  # from here on XLA sorts with the radix sort, which is several times faster
 
 
@@ -199,7 +201,15 @@ def runs_of_buckets(tables: Tables, slots: int, groups: int) -> Runs:
         return Runs(first, first + (end > begin), begin, end)
     sizes = jnp.zeros(count, jnp.int32).at[bucket].add(1, mode="drop")
     stop = jnp.cumsum(sizes)
-    _, order = lax.sort((bucket, row), num_keys=1, is_stable=True)
+    if slots == 1 and groups > 1:
+        # In order already; only runs without an adapter are left out.
+        kept = bucket < count
+        number = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, row.shape[0])
+        order = jnp.zeros_like(row).at[number].set(row, mode="drop", unique_indices=True)
+    else:
+        # Short keys take half the passes of a radix sort.
+        key = bucket.astype(jnp.uint16) if count < 65536 else bucket
+        _, order = lax.sort((key, row), num_keys=1, is_stable=True)
     return Runs(stop - sizes, stop, order, tables.run_end[order])
 
 
@@ -275,6 +285,8 @@ def route(groups: int, slots: int, group, token_slots) -> Route:
         token, position, tables = jnp.asarray(row // choices), jnp.asarray(row), _unsorted(place)
     elif count <= FEW_ROWS and (groups + 1) * (slots + 1) * count < 2**31:
         token, position, tables = _route_few(groups, slots, place, choices)
+    elif (groups + 1) * (slots + 1) <= MOST_KEYS and count <= MOST_COUNTED_ROWS:
+        token, position, tables = _route_counted(groups, slots, place, choices)
     else:
         order, position = _sorted_order(groups, slots, place)
         token = lax.div(order, jnp.int32(choices))
@@ -296,17 +308,6 @@ def _unsorted(place) -> Tables:
     # A constant, which costs no launch; nobody reads the pieces of so few rows.
     end = jnp.asarray(np.arange(1, place.shape[0] + 1, dtype=np.int32))
     return Tables(place, end, Pieces(place, place), None)
-
-
-def _position(groups, slots, place):
-    """Each row's place in a stable sort, by comparing it with all rows."""
-    count = place.shape[0]
-    row = jnp.arange(count, dtype=jnp.int32)
-    if (groups + 1) * (slots + 1) * count < 2**31:
-        # One number for each row, no two equal: XLA fuses a sum of single comparisons.
-        number = (group_of(place) * (slots + 1) + slot_of(place) + 1) * count + row
-        return _number(number[None, :] < number[:, None])
-    return _number(place[None, :] < place[:, None] + (row[None, :] < row[:, None]))
 
 
 def _route_few(groups, slots, place, choices):
@@ -359,13 +360,68 @@ def _marked_row(numbers, wanted):
     return jnp.max(jnp.where(here, index[None, :], 0), axis=1)
 
 
+def _route_counted(groups, slots, place, choices):
+    """A counting sort: how many rows of each key there are before a row's block, and in it.
+
+    XLA's own sort is a call that splits the program's graph in two, which costs more than the sort.
+    """
+    count, keys = place.shape[0], (groups + 1) * (slots + 1)
+    side = math.isqrt(count - 1) + 1  # as many blocks as a block has rows
+    key = group_of(place) * (slots + 1) + slot_of(place) + 1
+    key = lax.optimization_barrier(jnp.pad(key, (0, side * side - count), constant_values=keys))
+    row = jnp.arange(side * side, dtype=jnp.int32)
+    block, index = lax.div(row, jnp.int32(side)), lax.rem(row, jnp.int32(side))
+    # Sums of whole numbers: their order does not matter.
+    of_block = jnp.zeros((keys, side), jnp.int32).at[key, block].add(1, mode="drop")
+    total = lax.optimization_barrier(jnp.sum(of_block, axis=1, dtype=jnp.int32))
+    begin = lax.optimization_barrier(_sum_before(total))
+    # One sum over both the rows of a row's own block, and the blocks.
+    other = jnp.arange(side, dtype=jnp.int32)
+    same = (key.reshape(side, side)[block] == key[:, None]) & (other < index[:, None])
+    earlier = jnp.where(other < block[:, None], of_block[key], 0)
+    before = jnp.sum(same.astype(jnp.int32) + earlier, axis=1, dtype=jnp.int32)
+    position = lax.optimization_barrier((begin[key] + before)[:count])
+    row = row[:count]
+    order = jnp.zeros_like(row).at[position].set(row, unique_indices=True)
+    place, key = lax.optimization_barrier((place[order], key[order]))
+    tables = Tables(
+        place,
+        (begin + total)[key],
+        _pieces_counted(slots, key, begin, total),
+        tiles_of_groups(begin[slots + 1 :: slots + 1], count),
+        in_order=True,
+    )
+    return lax.div(order, jnp.int32(choices)), position, tables
+
+
+def _sum_before(values):
+    """The sum of the values before each."""
+    index = np.arange(values.shape[0])
+    earlier = index[None, :] < index[:, None]
+    return jnp.sum(jnp.where(earlier, values[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def _pieces_counted(slots, key, begin, total) -> Pieces:
+    """The pieces of rows in order of their keys, each of which is one run."""
+    index = jnp.arange(begin.shape[0], dtype=jnp.int32)
+    adapted = (lax.rem(index, jnp.int32(slots + 1)) > 0) & (total > 0)
+    last = begin + total - 1
+    first_piece = lax.div(begin, jnp.int32(PIECE))
+    pieces = jnp.where(adapted, lax.div(last, jnp.int32(PIECE)) - first_piece + 1, 0)
+    pieces = lax.optimization_barrier(pieces)
+    before = lax.optimization_barrier(_sum_before(pieces))
+    row = jnp.arange(key.shape[0], dtype=jnp.int32)
+    starts = adapted[key] & ((row == begin[key]) | (row % PIECE == 0))
+    number = before[key] + lax.div(row, jnp.int32(PIECE)) - first_piece[key]
+    number = jnp.where(starts, number, row.shape[0])
+    rows = jnp.zeros_like(row).at[number].set(row, unique_indices=True, mode="drop")
+    return Pieces(jnp.sum(pieces, dtype=jnp.int32)[None], rows)
+
+
 def _sorted_order(groups, slots, place):
     """The row at each position of a stable sort, and each row's position."""
     count = place.shape[0]
     row = jnp.arange(count, dtype=jnp.int32)
-    if count <= COMPARED_ROWS:
-        position = _position(groups, slots, place)
-        return jnp.zeros_like(row).at[position].set(row, unique_indices=True), position
     key = group_of(place) * (slots + 1) + slot_of(place) + 1
     # Short keys take half the passes of a radix sort.
     short = jnp.uint16 if (groups + 1) * (slots + 1) < 65536 else jnp.int32

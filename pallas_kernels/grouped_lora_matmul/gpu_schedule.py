@@ -67,14 +67,8 @@ class ShrinkSchedule:
     programs: int
 
 
-def product_schedule(
-    rows: int, groups: int, width: int, parts: int = 1, ranks: tuple[int, ...] = ()
-) -> ProductSchedule:
-    """For `rows` rows over `groups` groups, `width` features in each of `parts` parts.
-
-    Args:
-      ranks: those of its low-rank terms. A gated product's share a stage.
-    """
+def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> ProductSchedule:
+    """For `rows` rows over `groups` groups, `width` features in each of `parts` parts."""
     mean = rows / groups
     heights = _heights(mean)
     # Tall tiles multiply 128 features in each warpgroup; low ones only wait for W, and finer
@@ -87,7 +81,7 @@ def product_schedule(
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
         consumers = 1 if narrow > wide + 0.02 else 2
     w_rows = parts * blocks * consumers * 64
-    stage = (w_rows + x_rows(heights, ranks, parts)) * 128
+    stage = (w_rows + heights[-1]) * 128
     words = 4 * TILES * words_of_tile(heights)
     buffer = consumers * min(CHUNK, heights[-1]) * 128
     free = SHARED_MEMORY - _whole(words, ARRAY)
@@ -112,17 +106,6 @@ def tiles_together(rows: int, groups: int) -> int:
     """How many tiles a group of mean size has, at most 8."""
     mean = rows / groups
     return max(1, min(8, round(mean / _heights(mean)[-1])))
-
-
-def x_rows(heights: tuple[int, ...], ranks: tuple[int, ...], parts: int) -> int:
-    """Rows of 64 columns that a stage has for x, or for u of a chunk.
-
-    For one term, or for all terms of a gated product; of whole swizzle patterns, which are 8 rows.
-    """
-    if not ranks:
-        return heights[-1]
-    one = _whole(min(CHUNK, heights[-1]) * rank_step(max(ranks)) // 64, 8)
-    return _whole(max(heights[-1], (len(ranks) if parts == 2 else 1) * one), one)
 
 
 def words_of_tile(heights: tuple[int, ...]) -> int:

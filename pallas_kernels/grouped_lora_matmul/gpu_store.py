@@ -1,4 +1,4 @@
-"""Storing any number of rows from shared memory."""
+"""Storing from shared memory: any number of rows, columns in whole lines."""
 
 from __future__ import annotations
 
@@ -33,3 +33,12 @@ def store_rows(buffer, target, first_row, count, rows, columns):
             size //= 2
 
     plgpu.commit_smem_to_gmem_group()
+
+
+def whole_lines(width: int, line: int) -> int:
+    """Columns of an array that is stored in lines: copies past its end write nothing.
+
+    Two lines at least: where there is one, Mosaic drops its index, and a copy of another line
+    would overwrite it.
+    """
+    return max(2, -(-width // line)) * line

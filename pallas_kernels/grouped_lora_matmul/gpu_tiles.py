@@ -77,7 +77,7 @@ class TileFeed:
         tile, slice_of = self.number(i)
         if self.layout.single_rows:
             tile = jnp.minimum(tile, self.layout.rows - 1)
-            words = tile, 1, group_of(self.words[tile])
+            words = tile, jnp.int32(1), group_of(self.words[tile])
         else:
             tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
             words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
@@ -117,7 +117,11 @@ class TileFeed:
         plgpu.barrier_wait(self.full.at[slot])
         tile, slice_of = self.number(i)
         if self.layout.single_rows:
-            words = tile, 1, group_of(self.in_memory[slot, self.word_of(self.layout.place, tile)])
+            words = (
+                tile,
+                jnp.int32(1),
+                group_of(self.in_memory[slot, self.word_of(self.layout.place, tile)]),
+            )
         else:
             words = [self.in_memory[slot, word] for word in range(3)]
         return self.tile_of(i, words, slice_of)
@@ -134,9 +138,14 @@ class TileFeed:
         return slot_of(place), end - tile.row
 
     def adapted_rows(self, tile: Tile):
-        """The rows to look for runs in: none if the whole tile is one without an adapter."""
+        """The rows to look for runs in: none if the whole tile is one."""
+        _, end = self.run_at(tile, 0)
+        return jnp.where(end >= tile.rows, 0, tile.rows)
+
+    def only_slot(self, tile: Tile):
+        """The slot of all the tile's rows; -1 if they have several, or none."""
         slot, end = self.run_at(tile, 0)
-        return jnp.where((slot < 0) & (end >= tile.rows), 0, tile.rows)
+        return jnp.where(end >= tile.rows, slot, -1)
 
     def wait(self, tile: Tile):
         """For the memory warpgroup, which reads the runs too."""

@@ -69,8 +69,7 @@ def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):
     """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`."""
     parts = 1 if gate is None else 2
     width = w.shape[3 - contract] // parts
-    ranks = tuple(factor.shape[2] for factor in factors)
-    schedule = product_schedule(x.shape[0], w.shape[0], width, parts, ranks)
+    schedule = product_schedule(x.shape[0], w.shape[0], width, parts)
     terms = Terms(tuple(u), tuple(map(_whole_ranks, factors))) if factors else None
     return product_kernel(tables, x, w, terms, tuple(starts), schedule, contract, gate)
 
@@ -118,12 +117,28 @@ def _blocks(ranks):
     return -(-(first[-1] + owned[-1]) // 64)
 
 
-def outer(left, right, start, width, tables: Tables, shape):
-    """The sum of left[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
-    rank = left.shape[1]
-    left = jnp.pad(left, ((0, 0), (0, -rank % 64)))
+def outer(lefts, right, start, width, tables: Tables, shape, dtype):
+    """The sums of u[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
     runs = gpu_rows.runs_of_buckets(tables, *shape)
-    return outer_kernel(left, right, start, width, runs, rank).reshape(*shape, rank, width)
+    array, columns = _one_array(lefts)
+    sums = outer_kernel(array, columns, right, start, width, runs, dtype)
+    return tuple(its.reshape(*shape, *its.shape[1:]) for its in sums)
+
+
+def _one_array(lefts):
+    """All u in one array, so that one kernel reads what they are multiplied with once."""
+    arrays = [u.array for u, _ in lefts]
+    if all(array is arrays[0] for array in arrays):
+        return arrays[0], tuple((u.first, rank) for u, rank in lefts)
+    ranks = tuple(rank for _, rank in lefts)
+    first, owned = packed_columns(ranks)
+    parts = [
+        jnp.pad(jnp.asarray(u)[:, :rank], ((0, 0), (0, width - rank)))
+        for (u, rank), width in zip(lefts, owned, strict=True)
+    ]
+    left = jnp.concatenate(parts, axis=1)
+    left = jnp.pad(left, ((0, 0), (0, -left.shape[1] % 64)))
+    return left, tuple(zip(first, ranks, strict=True))
 
 
 def _whole_ranks(factor: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_lora_matmul import tpu_schedule, tpu_tasks
+from pallas_kernels.grouped_lora_matmul.joined_terms import joined_terms
 from pallas_kernels.grouped_lora_matmul.tpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.tpu_product import Term, product_kernel
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import LANES, itemsize
@@ -74,14 +75,15 @@ def _schedule_all(x, w, pairs, parts):
 
 
 def _outers(pairs):
-    """Slots, rank and width of the gradients' products: of B alone, of A together where the slots
-    and groups are the same."""
+    """Slots, rank and width of the gradients' products: of B alone, of A together where the slots,
+    groups and dtype are the same."""
     ranks_of_a = {}
     for pair in pairs:
         slots, groups, rank, k = pair.a.shape
         yield slots, rank, pair.b.shape[3]
-        ranks_of_a[slots, groups, k] = ranks_of_a.get((slots, groups, k), 0) + rank
-    for (slots, _, k), ranks in ranks_of_a.items():
+        kind = slots, groups, k, pair.a.dtype
+        ranks_of_a[kind] = ranks_of_a.get(kind, 0) + rank
+    for (slots, _, k, _), ranks in ranks_of_a.items():
         yield slots, ranks, k
 
 
@@ -208,8 +210,17 @@ def shrink(x, tables: Tables, factors, starts, scalings):
     )
 
 
-def outer(left, right, start, width, tables: Tables, shape):
-    """The sum of left[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
+def outer(lefts, right, start, width, tables: Tables, shape, dtype):
+    """The sums of u[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
+
+    def product(left):
+        return _sums_of_buckets(left, right, start, width, tables, shape)
+
+    return joined_terms(product, lefts, dtype)
+
+
+def _sums_of_buckets(left, right, start, width, tables: Tables, shape):
+    """Σ left[t] ⊗ right[t, start : start + width] of each bucket: float32 [*shape, R, width]."""
     slots, groups = shape
     rows, rank = left.shape
     if rows == 0:

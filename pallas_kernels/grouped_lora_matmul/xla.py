@@ -20,6 +20,7 @@ from pallas_kernels.grouped_lora_matmul.base_product import (
     tiles,
 )
 from pallas_kernels.grouped_lora_matmul.gate import gated_columns
+from pallas_kernels.grouped_lora_matmul.joined_terms import joined_terms
 from pallas_kernels.routing_plan.api import sort_rows
 
 TILE = 32  # rows of one product of the weight gradients
@@ -188,13 +189,18 @@ def _expand_rows(y, u, factor, index):
     return y
 
 
-def outer(left, right, start, width, tables: Tables, shape):
-    """See `differentiable.py`.
+def outer(lefts, right, start, width, tables: Tables, shape, dtype):
+    """See `differentiable.py`."""
+    right = lax.slice_in_dim(right, start, start + width, axis=1)
+    return joined_terms(lambda left: _sums_of_buckets(left, right, tables, shape), lefts, dtype)
+
+
+def _sums_of_buckets(left, right, tables: Tables, shape):
+    """Σ left[t] ⊗ right[t] over each bucket's rows: [*shape, R, width] in left's type.
 
     Rows are sorted by bucket and multiplied tile by tile in that order, so the sum's order is
     fixed, no scatter is needed, and a bucket never sees another bucket's rows.
     """
-    right = lax.slice_in_dim(right, start, start + width, axis=1)
     rows, buckets = left.shape[0], shape[0] * shape[1]
     if rows == 0:
         return jnp.zeros((*shape, left.shape[1], right.shape[1]), left.dtype)

@@ -74,11 +74,18 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "shrink", shrink, (array(rows, hidden), tables, (factor(hidden),) * 2, (scaling,) * 2)
     yield "shrink down", shrink, (array(rows, wide), tables, (factor(wide),), (scaling,))
 
-    def outer(left, right, *runs):
-        return outer_kernel(left, right, 0, right.shape[1], Runs(*runs), rank)
+    def outer(right, terms, dtype):
+        first, owned = packed_columns((rank,) * terms)
+        columns = tuple((begin, rank) for begin in first)
+        low = array(rows, -(-(first[-1] + owned[-1]) // 64) * 64)
 
-    low = array(rows, -(-rank // 64) * 64)
-    yield "outer", outer, (low, array(rows, hidden), *(number(slots * groups),) * 4)
+        def function(low, right, *runs):
+            return outer_kernel(low, columns, right, 0, right.shape[1], Runs(*runs), dtype)
+
+        return function, (low, right, *(number(slots * groups),) * 4)
+
+    yield "outer", *outer(array(rows, hidden), 2, jnp.bfloat16)
+    yield "outer of scalings", *outer(array(rows, rank), 1, jnp.float32)
 
 
 def main(name: str, tokens: str, rank: str, only: str = ""):

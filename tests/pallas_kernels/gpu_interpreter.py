@@ -234,18 +234,18 @@ def pieces_of(tables):
 
 
 @functools.cache
-def outer_compiled(start: int, width: int, rank: int):
+def outer_compiled(columns, start: int, width: int, dtype):
     @jax.jit
     def outer(left, right, runs):
-        return outer_kernel(left, right, start, width, runs, rank, interpreted=True)
+        return outer_kernel(left, columns, right, start, width, runs, dtype, interpreted=True)
 
     return outer
 
 
-def outer(left, right, start, width, runs, rank):
+def outer(left, columns, right, start, width, runs, dtype):
     """`outer_kernel` in few programs."""
     with mock.patch.object(gpu_outer, "PROGRAMS", PROGRAMS):
-        return interpret(outer_compiled(start, width, rank), left, right, runs)
+        return interpret(outer_compiled(columns, start, width, dtype), left, right, runs)
 
 
 def gather(x, index):

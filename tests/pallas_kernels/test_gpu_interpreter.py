@@ -5,6 +5,8 @@ Wherever the interface lets memory hold anything, or nobody may read it, it hold
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,10 +125,41 @@ def test_many_shrinks(name, data, seed):
     check_shrink(case, data.draw(batches(case.rows, case.groups, case.slots)), seed)
 
 
-def check_outer(begins, ends, rows, start, width, rank):
+@dataclasses.dataclass(frozen=True)
+class OuterCase:
+    """Static sizes; columns are (first, rank) of each term, in an array of 64 or 128."""
+
+    rows: int
+    columns: tuple[tuple[int, int], ...]
+    start: int
+    width: int
+    dtype: str = "bfloat16"
+
+
+OUTERS = {
+    "two terms": OuterCase(40, ((0, 24), (32, 12)), start=64, width=128),
+    "float32": OuterCase(40, ((16, 12),), start=0, width=40, dtype="float32"),
+}
+SLOW_OUTERS = {
+    "one term": OuterCase(150, ((0, 8),), start=0, width=64),
+    "terms in reverse, with others around": OuterCase(
+        150, ((80, 16), (32, 7), (16, 9)), start=0, width=320
+    ),
+    "a term in two blocks": OuterCase(150, ((0, 40), (64, 40)), start=64, width=128),
+    "float32 in two blocks": OuterCase(150, ((16, 100),), start=0, width=328, dtype="float32"),
+}
+
+
+def check_outer(case: OuterCase, begins, ends, seed=0):
     """Runs go to buckets by chance; there are more buckets than some have runs."""
-    rng = np.random.default_rng(0)
-    left, right = normal(rng, rows, -(-rank // 64) * 64), normal(rng, rows, start + width)
+    rng = np.random.default_rng(seed)
+    rows, start = case.rows, case.start
+    end = max(map(sum, case.columns))
+    left, right = normal(rng, rows, -(-end // 64) * 64), normal(rng, rows, start + case.width)
+    of_a_term = np.zeros(left.shape[1], bool)
+    for first, rank in case.columns:
+        of_a_term[first : first + rank] = True
+    left[:, ~of_a_term] = np.nan
     owned = np.zeros(rows, bool)
     for begin, end in zip(begins, ends, strict=True):
         owned[begin:end] = True
@@ -135,12 +168,15 @@ def check_outer(begins, ends, rows, start, width, rank):
     bucket = np.sort(rng.integers(0, count, len(begins)))
     first, stop = (np.searchsorted(bucket, np.arange(count), side) for side in ("left", "right"))
     runs = gpu_rows.Runs(*(np.asarray(v, np.int32) for v in (first, stop, begins, ends)))
-    found = gpu_interpreter.outer(left, right, start, width, runs, rank)
-    expected = np.zeros((count, rank, width))
-    for its, begin, end in zip(bucket, begins, ends, strict=True):
-        rows = slice(begin, end)
-        expected[its] += left[rows, :rank].astype(float).T @ right[rows, start:].astype(float)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    found = gpu_interpreter.outer(left, case.columns, right, start, case.width, runs, case.dtype)
+    tolerance = 1e-5 if case.dtype == "float32" else 2**-8
+    for sums, (first, rank) in zip(found, case.columns, strict=True):
+        expected = np.zeros((count, rank, case.width))
+        for its, begin, end in zip(bucket, begins, ends, strict=True):
+            u = left[begin:end, first : first + rank]
+            expected[its] += u.astype(float).T @ right[begin:end, start:].astype(float)
+        assert sums.dtype == case.dtype
+        np.testing.assert_allclose(sums.astype(float), expected, rtol=tolerance, atol=1e-4)
 
 
 @st.composite
@@ -150,18 +186,21 @@ def buckets(draw, rows: int, count: int):
     return np.array(cuts[::2], np.int32), np.array(cuts[1::2], np.int32)
 
 
+@pytest.mark.parametrize("name", OUTERS)
 @settings(QUICK, max_examples=2)
-@given(buckets(40, 3))
-def test_outer(cuts):
-    check_outer(*cuts, rows=40, start=64, width=128, rank=24)
+@given(data=st.data())
+def test_outer(name, data):
+    case = OUTERS[name]
+    check_outer(case, *data.draw(buckets(case.rows, 3)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start, width, rank", [(0, 64, 8), (0, 320, 40), (64, 128, 80)])
+@pytest.mark.parametrize("name", OUTERS | SLOW_OUTERS)
 @settings(QUICK, max_examples=8)
-@given(cuts=buckets(150, 3))
-def test_many_outers(start, width, rank, cuts):
-    check_outer(*cuts, rows=150, start=start, width=width, rank=rank)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_many_outers(name, data, seed):
+    case = (OUTERS | SLOW_OUTERS)[name]
+    check_outer(case, *data.draw(buckets(case.rows, 3)), seed)
 
 
 def test_gather():

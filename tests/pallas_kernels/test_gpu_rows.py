@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from pallas_kernels.grouped_lora_matmul import gpu_rows
 from pallas_kernels.grouped_lora_matmul.gpu_rows import (
-    COMPARED_ROWS,
     FEW_ROWS,
+    MOST_COUNTED_ROWS,
+    MOST_KEYS,
     RADIX_ROWS,
     TILE_WORDS,
     UNSORTED_ROWS,
@@ -41,10 +42,13 @@ ROUTES = [
     (FEW_ROWS, 1, 1, 4),
     (FEW_ROWS // 2, 2, 512, 65535),
     ((FEW_ROWS + 1) // 3, 3, 7, 5),
-    (COMPARED_ROWS // 8, 8, 128, 8),
-    (COMPARED_ROWS // 4, 4, 512, 65535),
-    (COMPARED_ROWS + 1, 1, 300, 300),
-    ((RADIX_ROWS - 1) // 8, 8, 128, 8),
+    (FEW_ROWS // 8 + 1, 8, 128, 8),
+    (FEW_ROWS + 1, 1, MOST_KEYS // 4 - 1, 3),
+    (FEW_ROWS + 1, 1, MOST_KEYS // 4, 3),
+    (FEW_ROWS, 2, 512, 65535),
+    (MOST_COUNTED_ROWS // 8, 8, 7, 2),
+    (MOST_COUNTED_ROWS + 1, 1, 5, 1),
+    ((RADIX_ROWS - 1) // 8, 8, 128, 64),
     (RADIX_ROWS, 1, 512, 127),
     (RADIX_ROWS, 1, 511, 127),
 ]
@@ -213,12 +217,13 @@ def test_tiles_of_a_group_are_equal():
 
 @pytest.mark.parametrize("sorted_slots", [True, False])
 @pytest.mark.parametrize("by_group", [True, False])
-def test_runs_of_buckets(sorted_slots, by_group):
+@pytest.mark.parametrize("slots", [3, 1])
+def test_runs_of_buckets(sorted_slots, by_group, slots):
     """The runs of each bucket, in order of rows, whatever the order of slots inside a group."""
-    rng, groups, slots = np.random.default_rng(0), 5, 3
+    rng, groups = np.random.default_rng(0), 5
     sizes = np.array([40, 0, 33, 7, 100], np.int32)
     slot = np.concatenate(
-        [rng.integers(-1, slots, size) for size in sizes] + [rng.integers(0, 2, 9)]
+        [rng.integers(-1, slots, size) for size in sizes] + [rng.integers(0, slots, 9)]
     )
     ends = np.cumsum(sizes)
     if sorted_slots:

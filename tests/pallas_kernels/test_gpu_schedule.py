@@ -63,12 +63,19 @@ def product_memory(schedule, rows, groups, k, width, parts, ranks, contract=2) -
     return shared_memory(layout)
 
 
-def check_product(rows, groups, width, parts, ranks) -> gs.ProductSchedule:
-    schedule = gs.product_schedule(rows, groups, width, parts, ranks)
-    assert schedule == gs.product_schedule(rows, groups, width, parts, ranks)
+def check_product(rows, groups, width, parts) -> gs.ProductSchedule:
+    schedule = gs.product_schedule(rows, groups, width, parts)
+    assert schedule == gs.product_schedule(rows, groups, width, parts)
     check_heights(schedule.heights)
     # More variants of the whole K loop and the compiler spills registers.
     assert len(schedule.heights) <= 3
+    # What a low variant lacks is made of its own accumulators.
+    chunks = gpu_product_layout.chunks(schedule.heights, min(gs.CHUNK, schedule.heights[-1]))
+    pieces = [piece for chunk in chunks for piece in chunk]
+    assert all(piece.width <= schedule.heights[0] for piece in pieces)
+    ends = [0, *(piece.start + piece.width for piece in pieces)]
+    assert [piece.start for piece in pieces] == ends[:-1] and ends[-1] == schedule.heights[-1]
+    assert set(schedule.heights) <= set(ends)
     # Products of one layer share their tiles.
     assert gs.tile_height(rows, groups) == schedule.heights[-1]
     assert schedule.features % 64 == 0 and schedule.buffers >= 1
@@ -100,7 +107,7 @@ def test_named_shapes(name, tokens):
             (hidden, wide, 1, (rank,), 1),
             (hidden, wide, 2, (), 2),
         ):
-            schedule = check_product(rows, groups, width, parts, ranks)
+            schedule = check_product(rows, groups, width, parts)
             assert schedule.stages >= 4
             memory = product_memory(schedule, rows, groups, k, width, parts, ranks, contract)
             assert memory <= LIMIT, (schedule, ranks)
@@ -151,7 +158,7 @@ ROWS = st.one_of(st.integers(1, 300), st.integers(1, 300_000))
 )
 def test_any_product(rows, groups, width, parts, ranks, contract):
     ranks = tuple(ranks[:2] if parts == 2 else ranks)
-    schedule = check_product(rows, groups, width, parts, ranks)
+    schedule = check_product(rows, groups, width, parts)
     contract = 2 if parts == 2 else contract
     memory = product_memory(schedule, rows, groups, 512, width, parts, ranks, contract)
     assert memory <= LIMIT, schedule

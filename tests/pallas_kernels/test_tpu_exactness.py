@@ -162,16 +162,16 @@ def test_a_poisoned_slot_reaches_no_other_low_rank_input_or_gradient():
     left = rng.standard_normal((ROWS, 4)).astype(np.float32)
     sizes = np.array(SIZES, np.int32)
     shrink = jitted("shrink", starts=(0,), scalings=(None,))
-    outer = jitted("outer", start=0, width=40, shape=(4, 3))
+    outer = jitted("outer", ranks=(4,), start=0, width=40, shape=(4, 3), dtype="float32")
     (u,) = shrink(x, sizes, SLOTS, (factor,), races=False)
-    sums = outer(left, x, sizes, SLOTS, races=False)
+    (sums,) = outer((left,), x, sizes, SLOTS, races=False)
     x[SLOTS == 2] = np.nan
     left[SLOTS == 2] = np.inf
     factor[2] = np.nan
     (found,) = shrink(x, sizes, SLOTS, (factor,), races=False)
     others = (SLOTS >= 0) & (SLOTS != 2)
     assert np.array_equal(found[others], u[others])
-    found = outer(left, x, sizes, SLOTS, races=False)
+    (found,) = outer((left,), x, sizes, SLOTS, races=False)
     assert np.array_equal(found[[0, 1, 3]], sums[[0, 1, 3]])
 
 

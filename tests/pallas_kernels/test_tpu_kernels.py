@@ -177,14 +177,16 @@ def test_shrink(batch):
 @given(batch=batches(40, 3, 4))
 def test_outer(groups, start, width, batch):
     rng = np.random.default_rng(0)
-    left = rng.standard_normal((40, 5)).astype(np.float32)
+    left = rng.standard_normal((40, 7)).astype(np.float32)
     right = rng.standard_normal((40, 300)).astype(np.float32)
     absent = (groups_of_rows(batch[0], 40) < 0) | (batch[1] < 0)
-    left[absent], right[absent] = np.nan, np.inf
+    left[absent], right[absent], left[:, 5:] = np.nan, np.inf, np.nan
     static = dict(start=start, width=width, shape=(4, groups))
-    found = jitted("outer", **static)(left, right, *batch)
-    assert found.dtype == np.float32
-    assert_close(found, tpu_interpreter.outer(left, right, *batch, **static), "float32")
+    outer = jitted("outer", ranks=(2, 3), dtype="float32", **static)
+    found = outer((left[:, :2], left[:, 2:]), right, *batch)
+    for sums, u in zip(found, (left[:, :2], left[:, 2:5]), strict=True):
+        assert sums.dtype == np.float32
+        assert_close(sums, tpu_interpreter.outer(u, right, *batch, **static), "float32")
 
 
 def test_no_rows():
@@ -194,7 +196,8 @@ def test_no_rows():
     x, _, sizes, slots, u, factors = arguments
     (low,) = jitted("shrink", starts=(0,), scalings=(None,))(x, sizes, slots, factors[:1])
     assert low.shape == (0, 4)
-    sums = jitted("outer", start=0, width=40, shape=(4, 3))(u[0], x, sizes, slots)
+    outer = jitted("outer", ranks=(4,), start=0, width=40, shape=(4, 3), dtype="float32")
+    (sums,) = outer(u[:1], x, sizes, slots)
     assert sums.shape == (4, 3, 4, 40) and not sums.any()
 
 

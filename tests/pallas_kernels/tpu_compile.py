@@ -70,7 +70,8 @@ def calls(shape, tokens: int, dtype, rank: int, slots: int):
 
     def outer(left, right, sizes, row_slots, shape):
         tables = mosaic_tpu.tables(sizes, row_slots, groups)
-        return mosaic_tpu.outer(left, right, 0, right.shape[1], tables, shape)
+        lefts, width = ((left, rank),), right.shape[1]
+        return mosaic_tpu.outer(lefts, right, 0, width, tables, shape, jnp.float32)
 
     for name, width, starts, part in (
         ("shrink", hidden, (0, 0), hidden),

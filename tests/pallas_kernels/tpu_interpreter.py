@@ -38,7 +38,8 @@ def jitted(name: str, schedule: ProductSchedule | None = None, groups: int | Non
 
     It takes group sizes and slots in place of tables; `groups` is needed when sizes are None.
     """
-    function = functools.partial(getattr(mosaic_tpu, name), **static)
+    function = _outer if name == "outer" else getattr(mosaic_tpu, name)
+    function = functools.partial(function, **static)
     before = 1 if name == "shrink" else 2  # arguments before the tables
     after = {"product": ("u", "factors"), "shrink": ("factors",), "outer": ()}[name]
 
@@ -54,6 +55,11 @@ def jitted(name: str, schedule: ProductSchedule | None = None, groups: int | Non
             return jax.tree.map(np.asarray, compiled(*arguments, **arrays))
 
     return run
+
+
+def _outer(lefts, right, *, ranks, **rest):
+    """`mosaic_tpu.outer` with ranks on their own: they are static."""
+    return mosaic_tpu.outer(tuple(zip(lefts, ranks, strict=True)), right, **rest)
 
 
 def groups_of_rows(group_sizes, rows: int):

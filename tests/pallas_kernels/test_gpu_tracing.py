@@ -1,0 +1,65 @@
+"""Every number of tokens has a schedule whose kernels can be traced: a second each, no device."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import Lora, moe_mlp
+from pallas_kernels.shapes import EXPERT_SHAPES
+
+# Both sides of the limits of `gpu_schedule` and `gpu_rows`.
+TOKENS = (1, 3, 8, 32, 64, 150, 256, 300, 1024, 1500, 4096)
+RANK = 32
+
+
+def layer(name: str, tokens: int):
+    """A layer's function, and the shapes of its arguments."""
+    shape = EXPERT_SHAPES[name]
+    groups, hidden, wide = shape.experts, shape.hidden, shape.intermediate
+
+    def array(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def pair(n_in, n_out):
+        a, b = array(8, groups, RANK, n_in), array(8, groups, RANK, n_out)
+        return Lora(a, b, array(8, 1, dtype=jnp.float32))
+
+    function = functools.partial(moe_mlp, gate=shape.gate, implementation="mosaic_gpu")
+    return function, (
+        array(tokens, hidden),
+        array(tokens, shape.top_k, dtype=jnp.int32),
+        array(tokens, shape.top_k, dtype=jnp.float32),
+        array(tokens, dtype=jnp.int32),
+        array(groups, 2 * wide, hidden),
+        array(groups, hidden, wide),
+        pair(hidden, wide),
+        pair(hidden, wide),
+        pair(wide, hidden),
+    )
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3-ep8"])
+def test_every_number_of_tokens(name, tokens):
+    function, arguments = layer(name, tokens)
+    found = jax.eval_shape(function, *arguments)
+    assert found.shape == (tokens, EXPERT_SHAPES[name].hidden) and found.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_gradients(tokens):
+    function, (x, *rest) = layer("qwen3-30b-a3b", tokens)
+
+    def total(x, pair, *rest):
+        return jnp.sum(function(x, *rest[:5], pair, *rest[5:]))
+
+    routed, (pair, *others) = rest[:5], rest[5:]
+    found = jax.eval_shape(jax.grad(total, argnums=(0, 1)), x, pair, *routed, *others)
+    assert jax.tree.map(lambda its: its.shape, found) == (
+        x.shape,
+        jax.tree.map(lambda v: v.shape, pair),
+    )
