@@ -12,10 +12,7 @@ from pallas_kernels.grouped_lora_matmul import gpu_gather, gpu_rows
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
-    product_schedule,
-    shrink_schedule,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import product_schedule, shrink_schedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import packed_columns, shrink_kernel
 
 MAX_RANK = 128

@@ -36,6 +36,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
     from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
     from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, packed_columns
+    from tests.pallas_kernels.product_cases import layer_products
 
     def array(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -50,7 +51,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     def factor(width):
         return array(slots, groups, rank, width)
 
-    def product(k, n, starts, widths, contract, gate=None):
+    def product(k, n, starts, widths, contract, gate):
         first, owned = packed_columns((rank,) * max(1, len(starts)))
         low = array(rows, -(-(first[-1] + owned[-1]) // 64) * 64)
         u = tuple(Columns(low, begin, rank) for begin in first[: len(starts)])
@@ -59,13 +60,8 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         function = functools.partial(mosaic_gpu.product, **static)
         return function, (array(rows, k), w, tables, u, tuple(map(factor, widths)))
 
-    both = (0, wide), (wide, wide)
-    yield "gate_up gated", *product(hidden, 2 * wide, *both, 2, shape.gate)
-    yield "gate_up", *product(hidden, 2 * wide, *both, 2)
-    yield "down", *product(wide, hidden, (0,), (hidden,), 2)
-    yield "gate_up backward", *product(2 * wide, hidden, (0, 0), (hidden, hidden), 1)
-    yield "down backward", *product(hidden, wide, (0,), (wide,), 1)
-    yield "gate_up without adapters", *product(hidden, 2 * wide, (), (), 2, shape.gate)
+    for name, *sizes in layer_products(shape):
+        yield name, *product(*sizes)
 
     def shrink(x, tables, factors, scalings):
         return mosaic_gpu.shrink(x, tables, factors, (0,) * len(factors), scalings)

@@ -18,12 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.grouped_lora_matmul import gpu_gather, gpu_outer, gpu_rows
-from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import product_schedule, shrink_schedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, packed_columns, shrink_kernel
 from tests.pallas_kernels import tpu_interpreter as definition
+from tests.pallas_kernels.product_cases import ProductSizes, Term
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
 
 PROGRAMS = 2  # of each kernel: the interpreter runs them after each other
@@ -78,35 +78,12 @@ def normal(rng, *shape, scale=1.0):
 
 
 @dataclasses.dataclass(frozen=True)
-class Term:
-    """One low-rank term; shared: one factor for all groups."""
+class ProductCase(ProductSizes):
+    """A product in whole multiples of 64; `cut` replaces parts of its schedule."""
 
-    start: int
-    width: int
-    rank: int = 8
-    shared: bool = False
-
-    def factor(self, rng, slots, groups):
-        return normal(rng, slots, 1 if self.shared else groups, self.rank, self.width)
-
-
-@dataclasses.dataclass(frozen=True)
-class ProductCase:
-    """Static sizes of a product; `cut` replaces parts of its schedule."""
-
-    rows: int
-    k: int
-    n: int
-    terms: tuple[Term, ...] = ()
-    contract: int = 2
-    gate: Gate | None = None
     groups: int = 4
     slots: int = 3
     cut: tuple[tuple[str, object], ...] = ()
-
-    @property
-    def starts(self):
-        return tuple(term.start for term in self.terms)
 
     @functools.cached_property
     def compiled(self):
@@ -124,9 +101,8 @@ class ProductCase:
             )
             terms = Terms(columns, factors) if factors else None
             return product_kernel(
-                tables, x, w, terms, self.starts, schedule, self.contract, self.gate,
-                interpreted=True,
-            )  # fmt: skip
+                tables, x, w, terms, schedule=schedule, **self.static, interpreted=True
+            )
 
         return product
 
@@ -136,13 +112,13 @@ class ProductCase:
         group = groups_of_rows(group_sizes, self.rows)
         x = normal(rng, self.rows, self.k)
         x[group < 0] = np.nan
-        shape = (self.n, self.k) if self.contract == 2 else (self.k, self.n)
-        w = normal(rng, self.groups, *shape, scale=self.k**-0.5)
+        w = normal(rng, *self.w_shape, scale=self.k**-0.5)
         w[np.asarray(group_sizes) == 0] = np.nan
         u = [normal(rng, self.rows, term.rank) for term in self.terms]
         for low in u:
             low[(row_slots < 0) | (group < 0)] = np.nan
-        factors = [term.factor(rng, self.slots, self.groups) for term in self.terms]
+        shapes = [term.factor_shape(self.slots, self.groups) for term in self.terms]
+        factors = [normal(rng, *shape) for shape in shapes]
         return x, w, group_sizes, row_slots, tuple(u), tuple(factors)
 
     def packed(self, u):
@@ -161,7 +137,7 @@ class ProductCase:
         return interpret(self.compiled, tables, x, w, u, factors)
 
     def expect(self, *arguments):
-        return definition.product(*arguments, self.starts, contract=self.contract, gate=self.gate)
+        return definition.product(*arguments, **self.static)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +179,8 @@ class ShrinkCase:
         width = self.width or self.k
         shared = self.shared or (False,) * len(self.ranks)
         terms = [Term(0, width, *term) for term in zip(self.ranks, shared, strict=True)]
-        factors = tuple(term.factor(rng, self.slots, self.groups) for term in terms)
+        shapes = [term.factor_shape(self.slots, self.groups) for term in terms]
+        factors = tuple(normal(rng, *shape) for shape in shapes)
         scalings = tuple(
             rng.standard_normal(factor.shape[:2]).astype(np.float32) for factor in factors
         )

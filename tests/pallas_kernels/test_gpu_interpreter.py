@@ -24,7 +24,8 @@ if not hasattr(plgpu, "force_gpu_interpret_mode"):
     pytest.skip("the Mosaic GPU interpreter needs jax >= 0.11", allow_module_level=True)
 
 from tests.pallas_kernels import gpu_interpreter
-from tests.pallas_kernels.gpu_interpreter import ProductCase, ShrinkCase, Term, normal
+from tests.pallas_kernels.gpu_interpreter import ProductCase, ShrinkCase, normal
+from tests.pallas_kernels.product_cases import Term
 from tests.pallas_kernels.tpu_cases import batches
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
 
@@ -40,7 +41,7 @@ PRODUCTS = {
 }
 SLOW_PRODUCTS = {
     "no adapters": ProductCase(20, 136, 72),
-    "one row": ProductCase(1, 64, 64, (Term(0, 64),), groups=1, slots=1),
+    "one row": ProductCase(1, 64, 64, (Term(0, 64, 8),), groups=1, slots=1),
     "gpt-oss gate": ProductCase(
         20, 64, 256, (Term(0, 128, 40), Term(128, 128, 40, shared=True)), gate=GPT_OSS
     ),

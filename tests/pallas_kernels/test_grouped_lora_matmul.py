@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import Gate, Lora, grouped_lora_matmul, lora_matmul
 from pallas_kernels.grouped_lora_matmul import api, reference, xla
-from tests.pallas_kernels.cases import Part, Shape, cases, jitted, make_case
+from tests.pallas_kernels.cases import Part, Shape, cases, jitted, make_case, rounding_of_u
 
 # Widths are no multiples of 16 unless they say so; 533 is past K_BLOCK, 17 past RANK_BLOCK.
 SHAPES = {
@@ -38,9 +38,11 @@ def check(shape, case, implementation):
     assert y.shape == (shape.rows, sum(shape.widths)) and y.dtype == case.x.dtype
     assert np.array_equal(y[total:], np.zeros_like(y[total:]))
     expected = reference.grouped_lora_matmul(*case, parts=shape.widths)
-    np.testing.assert_allclose(
-        y.astype(np.float64), expected, rtol=shape.tolerance, atol=shape.tolerance
-    )
+    limit = shape.tolerance * (1 + np.abs(expected))
+    if implementation != "xla" and y.dtype != np.float32:
+        limit += rounding_of_u(case, shape.widths)  # kernels keep u in x's dtype
+    error = np.abs(y.astype(np.float64) - expected)
+    assert (error <= limit).all(), f"{np.max(error / limit):.3g} x the tolerance"
 
 
 @pytest.mark.parametrize("name", SHAPES)

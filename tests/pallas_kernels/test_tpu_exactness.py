@@ -14,7 +14,8 @@ import pytest
 
 from pallas_kernels.grouped_lora_matmul.gate import Gate, gated_columns
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule, tile_rows
-from tests.pallas_kernels.tpu_cases import ProductCase, Term
+from tests.pallas_kernels.product_cases import Term
+from tests.pallas_kernels.tpu_cases import ProductCase
 from tests.pallas_kernels.tpu_interpreter import jitted
 
 pytestmark = pytest.mark.interpreter

@@ -14,7 +14,8 @@ from pallas_kernels.grouped_lora_matmul import mosaic_tpu
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule
 from tests.pallas_kernels import tpu_interpreter
-from tests.pallas_kernels.tpu_cases import ProductCase, Term, assert_close, batches
+from tests.pallas_kernels.product_cases import Term
+from tests.pallas_kernels.tpu_cases import ProductCase, assert_close, batches
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows, jitted
 
 pytestmark = pytest.mark.interpreter

@@ -8,34 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule
 from tests.pallas_kernels import tpu_interpreter
+from tests.pallas_kernels.product_cases import ProductSizes
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows, jitted
 
 
 @dataclasses.dataclass(frozen=True)
-class Term:
-    """One low-rank term; shared: one factor for all groups."""
+class ProductCase(ProductSizes):
+    """A product of any sizes."""
 
-    start: int
-    width: int
-    rank: int = 4
-    shared: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class ProductCase:
-    """Static sizes of a product, all of one compilation."""
-
-    rows: int
-    k: int
-    n: int
-    terms: tuple[Term, ...] = ()
-    contract: int = 2
-    gate: Gate | None = None
-    groups: int = 3
-    slots: int = 4
     dtype: str = "float32"
     schedule: ProductSchedule | None = None
 
@@ -52,22 +34,13 @@ class ProductCase:
         row_slots = np.asarray(row_slots, np.int32)
         x = normal(self.rows, self.k)
         x[group < 0] = np.nan
-        w_shape = (self.n, self.k) if self.contract == 2 else (self.k, self.n)
-        w = normal(self.groups, *w_shape, scale=self.k**-0.5)
+        w = normal(*self.w_shape, scale=self.k**-0.5)
         u = [normal(self.rows, term.rank) for term in self.terms]
         for low in u:
             low[(row_slots < 0) | (group < 0)] = np.nan
-        factors = [
-            normal(self.slots, 1 if term.shared else self.groups, term.rank, term.width)
-            for term in self.terms
-        ]
+        factors = [normal(*term.factor_shape(self.slots, self.groups)) for term in self.terms]
         sizes = np.asarray(group_sizes, np.int32)
         return x, w, sizes, row_slots, tuple(u), tuple(factors)
-
-    @property
-    def static(self):
-        starts = tuple(term.start for term in self.terms)
-        return dict(starts=starts, contract=self.contract, gate=self.gate)
 
     def run(self, *arguments, races=True):
         return jitted("product", self.schedule, self.groups, **self.static)(*arguments, races=races)

@@ -32,6 +32,7 @@ def calls(shape, tokens: int, dtype, rank: int, slots: int):
     import jax.numpy as jnp
 
     from pallas_kernels.grouped_lora_matmul import mosaic_tpu
+    from tests.pallas_kernels.product_cases import layer_products
 
     def array(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -45,7 +46,7 @@ def calls(shape, tokens: int, dtype, rank: int, slots: int):
     def factor(width):
         return array(slots, groups, rank, width)
 
-    def product(k, n, starts, widths, contract, gate=None):
+    def product(k, n, starts, widths, contract, gate):
         w = array(groups, n, k) if contract == 2 else array(groups, k, n)
         static = dict(starts=starts, contract=contract, gate=gate)
         factors = tuple(factor(width) for width in widths)
@@ -56,13 +57,8 @@ def calls(shape, tokens: int, dtype, rank: int, slots: int):
 
         return function, (array(rows, k), w, *table, (low,) * len(factors), factors)
 
-    both = (0, wide), (wide, wide)
-    yield "gate_up gated", *product(hidden, 2 * wide, *both, 2, shape.gate)
-    yield "gate_up", *product(hidden, 2 * wide, *both, 2)
-    yield "down", *product(wide, hidden, (0,), (hidden,), 2)
-    yield "gate_up backward", *product(2 * wide, hidden, (0, 0), (hidden, hidden), 1)
-    yield "down backward", *product(hidden, wide, (0,), (wide,), 1)
-    yield "gate_up without adapters", *product(hidden, 2 * wide, (), (), 2, shape.gate)
+    for name, *sizes in layer_products(shape):
+        yield name, *product(*sizes)
 
     def shrink(x, sizes, row_slots, factors, scalings, starts):
         tables = mosaic_tpu.tables(sizes, row_slots, groups)

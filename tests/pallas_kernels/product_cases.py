@@ -1,0 +1,58 @@
+"""What calls of a product have in common, on every backend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.grouped_lora_matmul.gate import Gate
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One low-rank term; shared: one factor for all groups."""
+
+    start: int
+    width: int
+    rank: int = 4
+    shared: bool = False
+
+    def factor_shape(self, slots, groups):
+        return slots, 1 if self.shared else groups, self.rank, self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductSizes:
+    """Static sizes of a product, all of one compilation."""
+
+    rows: int
+    k: int
+    n: int
+    terms: tuple[Term, ...] = ()
+    contract: int = 2
+    gate: Gate | None = None
+    groups: int = 3
+    slots: int = 4
+
+    @property
+    def static(self):
+        starts = tuple(term.start for term in self.terms)
+        return dict(starts=starts, contract=self.contract, gate=self.gate)
+
+    @property
+    def w_shape(self):
+        return self.groups, *((self.n, self.k) if self.contract == 2 else (self.k, self.n))
+
+
+def layer_products(shape):
+    """(name, K, N, starts, widths, contract, gate) of the products of a MoE layer and its gradient.
+
+    `starts` and `widths` are the output columns of each low-rank term.
+    """
+    hidden, wide = shape.hidden, shape.intermediate
+    both = (0, wide), (wide, wide)
+    yield "gate_up gated", hidden, 2 * wide, *both, 2, shape.gate
+    yield "gate_up", hidden, 2 * wide, *both, 2, None
+    yield "down", wide, hidden, (0,), (hidden,), 2, None
+    yield "gate_up backward", 2 * wide, hidden, (0, 0), (hidden, hidden), 1, None
+    yield "down backward", hidden, wide, (0,), (wide,), 1, None
+    yield "gate_up without adapters", hidden, 2 * wide, (), (), 2, shape.gate
