@@ -71,7 +71,7 @@ def calls(shape, tokens: int, dtype, rank: int, slots: int):
 
     for name, width, starts, part in (
         ("shrink", hidden, (0, 0), hidden),
-        ("shrink backward", 2 * wide, both[0], wide),
+        ("shrink backward", 2 * wide, (0, wide), wide),
     ):
         arguments = array(rows, width), *table, (factor(part),) * 2, (scaling,) * 2
         yield name, functools.partial(shrink, starts=starts), arguments
