@@ -127,11 +127,13 @@ def elapsed_times(
       warm: seconds of load before the first round, so that clocks have settled.
       busy: about the seconds that one measurement keeps the device busy.
     """
-    in_flight = {name: math.ceil(busy / _elapsed(run, 3)) for name, run in programs.items()}
+    in_flight = {
+        name: max(1, math.ceil(3 * busy / _together(run, 3))) for name, run in programs.items()
+    }
     start = time.perf_counter()
     while time.perf_counter() - start < warm:
         for name, run in programs.items():
-            _elapsed(run, in_flight[name])
+            _together(run, in_flight[name])
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         for name, run in programs.items():
@@ -140,11 +142,20 @@ def elapsed_times(
 
 
 def _elapsed(run: Program, calls: int) -> float:
-    """Seconds a call, of `calls` in flight together."""
-    calls = max(calls, 1)
-    result = jax.block_until_ready(run())
+    """Seconds a call: what `calls` more of them take.
+
+    The first of several that are launched together starts milliseconds late, which is the host's
+    time. It is in both of the times whose difference this is.
+    """
+    few, many = (_together(run, count) for count in (calls, 2 * calls))
+    return (many - few) / calls
+
+
+def _together(run: Program, calls: int) -> float:
+    """Seconds that `calls` calls in flight together take."""
+    jax.block_until_ready(run())
     start = time.perf_counter()
     for _ in range(calls):
         result = run()
     jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls
+    return time.perf_counter() - start

@@ -55,7 +55,7 @@ def gather_rows(x, index):
 
         lax.fori_loop(0, jnp.minimum(mine, stages - 1), lambda i, c: (load(i), c)[1], 0)
         lax.fori_loop(0, mine, unit, 0)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
         body,

@@ -174,7 +174,7 @@ def outer_kernel(
                 plgpu.commit_smem_to_gmem_group()
 
             lax.fori_loop(0, mine, unit, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
         body,

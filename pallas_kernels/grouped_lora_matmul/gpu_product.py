@@ -151,7 +151,8 @@ def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, **scr
             return step
 
         lax.fori_loop(0, mine, compute, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
+        # Read is enough: the kernel's end makes what was stored visible.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 class _Kernel:

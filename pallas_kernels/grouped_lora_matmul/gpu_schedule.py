@@ -56,12 +56,16 @@ class ShrinkSchedule:
 
     Attributes:
       block: rows of a unit, whatever runs they are in; None: a unit is a piece of a run.
+      apart: whether each term is a unit of its own, in columns of u of its own.
+      rank_tile: columns that u of a term starts at a multiple of.
       heights: row counts of the compiled variants, ascending multiples of 8.
       stages: depth of the ring.
       programs: persistent programs.
     """
 
     block: int | None
+    apart: bool
+    rank_tile: int
     heights: tuple[int, ...]
     stages: int
     programs: int
@@ -79,7 +83,7 @@ def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> Prod
     if mean <= 12:
         active = groups * (1 - (1 - 1 / groups) ** rows)
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
-        consumers = 1 if narrow > wide + 0.02 else 2
+        consumers = 1 if narrow > wide + 0.08 else 2
     w_rows = parts * blocks * consumers * 64
     stage = (w_rows + heights[-1]) * 128
     words = 4 * TILES * words_of_tile(heights)
@@ -162,14 +166,31 @@ def rank_step(rank: int) -> int:
     return min(32, rank_tile(rank))
 
 
-def shrink_schedule(rows: int, rank_blocks: int) -> ShrinkSchedule:
-    """For `rows` rows and `rank_blocks` blocks of 64 ranks."""
+def packed_columns(ranks: tuple[int, ...], tile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where each term's ranks start in the packed u, and how many columns it owns."""
+    owned = tuple(_whole(rank, tile) for rank in ranks)
+    return tuple(sum(owned[:term]) for term in range(len(ranks))), owned
+
+
+def shrink_schedule(rows: int, ranks: tuple[int, ...], tile: int) -> ShrinkSchedule:
+    """For `rows` rows and terms of these ranks, in columns of u that start at multiples of `tile`.
+
+    Few rows leave programs idle, and one program loads A of one row for long: terms apart, more
+    share it.
+    """
+    apart = len(ranks) > 1 and rows * len(ranks) <= PROGRAMS
+    rank_blocks = -(-(max(ranks) if apart else sum(packed_columns(ranks, tile)[1])) // 64)
     block = 1 if rows <= 2 * PROGRAMS else 2
     by_run = rows > 4 * PROGRAMS
     heights = (8, 16, 32, PIECE) if by_run else (8,)
     stage = SHRINK_STEPS * (heights[-1] + 64 * rank_blocks) * 128
     free = SHARED_MEMORY - 2 * heights[-1] * 128
-    units = rows if by_run else -(-rows // block)
+    units = rows if by_run else -(-rows // block) * (len(ranks) if apart else 1)
     return ShrinkSchedule(
-        None if by_run else block, heights, min(12, free // stage), min(PROGRAMS, units)
+        None if by_run else block,
+        apart,
+        tile,
+        heights,
+        min(12, free // stage),
+        min(PROGRAMS, units),
     )

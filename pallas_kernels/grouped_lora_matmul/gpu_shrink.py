@@ -26,7 +26,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     PIECE,
     SHRINK_STEPS,
     ShrinkSchedule,
-    rank_tile,
+    packed_columns,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_store import store_rows
 
@@ -69,12 +69,12 @@ def shrink_kernel(
       x: [M, K]. factors: [S, G or 1, R, width] each. scalings: float32 [S, G or 1] each.
 
     Returns:
-      `Columns` for each term, in x's dtype. Ranks past R, up to the next 16, are zero.
+      `Columns` for each term, in x's dtype. Ranks past R, up to the schedule's tile, are zero.
     """
     layout = _Layout(x, factors, scalings, start, width, schedule, interpreted)
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
-        out_type=jax.ShapeDtypeStruct((x.shape[0], 64 * layout.blocks), x.dtype),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], layout.columns), x.dtype),
         grid=(schedule.programs,),
         grid_names=("program",),
         num_threads=2,
@@ -95,16 +95,7 @@ def shrink_kernel(
         *factors,
         *(s.reshape(-1) for s in scalings),
     )
-    return tuple(
-        Columns(u, first, rank) for first, rank in zip(layout.first, layout.ranks, strict=True)
-    )
-
-
-def packed_columns(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where each term's ranks start in the packed u, and how many columns it owns."""
-    width = rank_tile(max(ranks))
-    owned = tuple(-(-rank // width) * width for rank in ranks)
-    return tuple(sum(owned[:term]) for term in range(len(ranks))), owned
+    return tuple(Columns(u, layout.column_of(term), rank) for term, rank in enumerate(layout.ranks))
 
 
 class _Layout:
@@ -118,10 +109,19 @@ class _Layout:
         self.ranks = tuple(factor.shape[2] for factor in factors)
         self.groups = tuple(factor.shape[1] for factor in factors)
         self.scaling_groups = tuple(s.shape[1] for s in scalings)
-        self.first, self.owned = packed_columns(self.ranks)
-        self.blocks = pl.cdiv(self.first[-1] + self.owned[-1], 64)
+        # Where the ranks of a term are among those that a unit multiplies.
+        self.first, self.owned = packed_columns(self.ranks, schedule.rank_tile)
+        if schedule.apart:
+            self.first = (0,) * self.terms
+        self.blocks = pl.cdiv(max(map(sum, zip(self.first, self.owned, strict=True))), 64)
+        self.terms_apart = self.terms if schedule.apart else 1
+        self.columns = 64 * self.blocks * self.terms_apart
         self.k_steps = pl.cdiv(width, 64 * SHRINK_STEPS)
-        self.units = pl.cdiv(self.rows, schedule.block or 1)
+        self.units = pl.cdiv(self.rows, schedule.block or 1) * self.terms_apart
+
+    def column_of(self, term):
+        """Where u of a term starts."""
+        return self.first[term] + (64 * self.blocks * term if self.schedule.apart else 0)
 
     def scratch(self):
         s = self.schedule
@@ -132,12 +132,16 @@ class _Layout:
             x_stage=overlaid(two_views(x_shape, self.dtype), interpreted=self.interpreted),
             a_stage=overlaid(two_views(a_shape, self.dtype), interpreted=self.interpreted),
             out=plgpu.SMEM((2, s.heights[-1], 64), self.dtype, transforms=stores),
-            full=plgpu.Barrier(num_arrivals=SHRINK_STEPS * (1 + self.terms), num_barriers=s.stages),
+            full=plgpu.Barrier(
+                num_arrivals=SHRINK_STEPS * (1 + self.terms // self.terms_apart),
+                num_barriers=s.stages,
+            ),
             empty=plgpu.Barrier(num_arrivals=1, num_barriers=s.stages),
         )
 
 
 class _Run(NamedTuple):
+    term: jax.Array  # the unit's, where terms are apart
     slot: jax.Array
     group: jax.Array
     row: jax.Array
@@ -148,49 +152,12 @@ def _body(layout: _Layout, x, place, run_end, piece_count, piece_row, *refs, **s
     s, terms = layout.schedule, layout.terms
     factors, scalings, u = refs[:terms], refs[terms : 2 * terms], refs[-1]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    units = layout.units
-    if s.block is None:
-        units = piece_count[piece_count.shape[0] - 1]
-    mine = lax.div(units - program + (s.programs - 1), jnp.int32(s.programs))
     kernel = _Kernel(layout, x, factors, scalings, u, **scratch)
-
-    def for_runs(handle):
-        """handle(run, step) for each adapted run of this program's units."""
-
-        def run_at(row, end):
-            found = place[row]
-            rows = jnp.minimum(run_end[row], end) - row
-            return _Run(slot_of(found), group_of(found), row, rows)
-
-        def ended(end):
-            return _Run(jnp.int32(-1), jnp.int32(0), end, jnp.int32(0))
-
-        def unit(i, step):
-            if s.block is None:
-                begin = piece_row[program + i * s.programs]
-                end = jnp.minimum(run_end[begin], lax.div(begin, jnp.int32(PIECE)) * PIECE + PIECE)
-            else:
-                begin = (program + i * s.programs) * s.block
-                end = jnp.minimum(begin + s.block, layout.rows)
-
-            def run(state):
-                found, step = state
-                # Read before this run is worked on.
-                row = found.row + found.rows
-                following = lax.cond(row < end, lambda: run_at(row, end), lambda: ended(end))
-                step = lax.cond(
-                    found.slot >= 0,
-                    lambda step: handle(found, step),
-                    lambda step: step,
-                    step,
-                )
-                return following, step
-
-            return lax.while_loop(
-                lambda state: state[0].row < end, run, (run_at(begin, end), step)
-            )[1]
-
-        lax.fori_loop(0, mine, unit, jnp.int32(0))
+    if s.block is None:
+        count = piece_count[piece_count.shape[0] - 1]
+        for_runs = functools.partial(_for_pieces, layout, program, count, place, run_end, piece_row)
+    else:
+        for_runs = functools.partial(_for_blocks, layout, program, place, run_end)
 
     @pl.when(warpgroup == 1)
     def _memory():
@@ -199,7 +166,73 @@ def _body(layout: _Layout, x, place, run_end, piece_count, piece_row, *refs, **s
     @pl.when(warpgroup == 0)
     def _compute():
         for_runs(kernel.compute_run)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _for_pieces(layout: _Layout, program, count, place, run_end, piece_row, handle):
+    """handle(run, step) for each of a program's pieces.
+
+    What is read of a piece is read while those before it are worked on.
+    """
+    programs = layout.schedule.programs
+
+    def row_of(i):
+        return piece_row[jnp.minimum(program + i * programs, piece_row.shape[0] - 1)]
+
+    def piece_at(row):
+        found = place[row]
+        end = jnp.minimum(run_end[row], lax.div(row, jnp.int32(PIECE)) * PIECE + PIECE)
+        return _Run(jnp.int32(0), slot_of(found), group_of(found), row, end - row)
+
+    def unit(i, state):
+        run, row, step = state
+        following = piece_at(row), row_of(i + 2)
+        return *following, handle(run, step)
+
+    start = piece_at(row_of(0)), row_of(1), jnp.int32(0)
+    lax.fori_loop(0, _units_of_program(count, program, programs), unit, start)
+
+
+def _for_blocks(layout: _Layout, program, place, run_end, handle):
+    """handle(run, step) for each adapted run of a program's blocks of rows."""
+    s, apart = layout.schedule, jnp.int32(layout.terms_apart)
+
+    def run_at(term, row, end):
+        found = place[row]
+        rows = jnp.minimum(run_end[row], end) - row
+        return _Run(term, slot_of(found), group_of(found), row, rows)
+
+    def ended(term, end):
+        return _Run(term, jnp.int32(-1), jnp.int32(0), end, jnp.int32(0))
+
+    def block_of(i):
+        number = program + i * s.programs
+        begin = jnp.minimum(lax.div(number, apart) * s.block, layout.rows - 1)
+        return lax.rem(number, apart), begin, jnp.minimum(begin + s.block, layout.rows)
+
+    def unit(i, state):
+        first, step = state
+        term, _, end = block_of(i)
+        following = run_at(*block_of(i + 1))
+
+        def run(state):
+            found, step = state
+            # Read before this run is worked on.
+            row = found.row + found.rows
+            after = lax.cond(row < end, lambda: run_at(term, row, end), lambda: ended(term, end))
+            step = lax.cond(
+                found.slot >= 0, lambda step: handle(found, step), lambda step: step, step
+            )
+            return after, step
+
+        return following, lax.while_loop(lambda state: state[0].row < end, run, (first, step))[1]
+
+    units = _units_of_program(layout.units, program, s.programs)
+    lax.fori_loop(0, units, unit, (run_at(*block_of(0)), jnp.int32(0)))
+
+
+def _units_of_program(units, program, programs: int):
+    return lax.div(units - program + (programs - 1), jnp.int32(programs))
 
 
 class _Kernel:
@@ -243,7 +276,8 @@ class _Kernel:
             self.x_load.at[stage, part, pl.ds(0, height)],
             barrier,
         )
-        for term in range(layout.terms):
+
+        def load_factor(term):
             group = run.group if layout.groups[term] > 1 else 0
             ranks = pl.ds(0, layout.owned[term])
             plgpu.copy_gmem_to_smem(
@@ -252,7 +286,16 @@ class _Kernel:
                 barrier,
             )
 
+        for term in range(layout.terms):
+            load = functools.partial(load_factor, term)
+            if layout.schedule.apart:
+                pl.when(run.term == term)(load)
+            else:
+                load()
+
     def compute_run(self, run: _Run, step):
+        # Read while the factors are on their way.
+        scalings = [self.scaling(run, term) for term in range(self.layout.terms)]
 
         def product(height, step):
             def k_loop(*accumulators):
@@ -273,39 +316,46 @@ class _Kernel:
 
             accumulators = [plgpu.ACC((64, height)) for _ in range(self.layout.blocks)]
             for block, total in enumerate(pl.run_scoped(k_loop, *accumulators)):
-                self.store(run, block, total)
+                self.store(run, block, total * self.scale(run, scalings, block, total.shape))
             return step + self.layout.k_steps
 
         return for_height(self.schedule.heights, run.rows, product, step)
 
     def store(self, run: _Run, block, total):
         height = total.shape[1]
-        u = (total * self.scale(run, block, total.shape)).astype(self.layout.dtype)
+        u = total.astype(self.layout.dtype)
         buffer = self.out.at[block % 2]
         # A run starts with the first buffer again, so all stores before it must have read.
         plgpu.wait_smem_to_gmem(min(block, 1), wait_read_only=True)
         buffer.at[pl.ds(0, height)].T[...] = plgpu.layout_cast(u, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
-        store_rows(buffer, self.u, run.row, run.rows, height, pl.ds(64 * block, 64))
+        column = 64 * block
+        if self.layout.schedule.apart:
+            column += 64 * self.layout.blocks * run.term
+        store_rows(buffer, self.u, run.row, run.rows, height, pl.ds(column, 64))
 
-    def scale(self, run: _Run, block, shape):
+    def scaling(self, run: _Run, term):
+        groups = self.layout.scaling_groups[term]
+        return self.scalings[term][run.slot * groups + (run.group if groups > 1 else 0)]
+
+    def scale(self, run: _Run, scalings, block, shape):
         """Each term's scaling on its own ranks of a block."""
         layout = self.layout
+        if layout.schedule.apart:
+            own = scalings[0]
+            for term in range(1, layout.terms):
+                own = jnp.where(run.term == term, scalings[term], own)
+            return own
         inside = [
             term
             for term in range(layout.terms)
             if layout.first[term] < 64 * (block + 1)
             and layout.first[term] + layout.owned[term] > 64 * block
         ]
-
-        def scaling(term):
-            groups = layout.scaling_groups[term]
-            return self.scalings[term][run.slot * groups + (run.group if groups > 1 else 0)]
-
-        factor = scaling(inside[0])
+        factor = scalings[inside[0]]
         if len(inside) > 1:
             rank = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
             for term in inside[1:]:
                 here = rank >= layout.first[term] - 64 * block
-                factor = jnp.where(here, scaling(term), factor)
+                factor = jnp.where(here, scalings[term], factor)
         return factor

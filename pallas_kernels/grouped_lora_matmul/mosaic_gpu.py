@@ -12,8 +12,13 @@ from pallas_kernels.grouped_lora_matmul import gpu_gather, gpu_rows
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import product_schedule, shrink_schedule
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import packed_columns, shrink_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    packed_columns,
+    product_schedule,
+    rank_tile,
+    shrink_schedule,
+)
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
 
 MAX_RANK = 128
 MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
@@ -79,11 +84,14 @@ def shrink(x, tables: Tables, factors, starts, scalings):
         for factor, scaling in zip(factors, scalings, strict=True)
     )
     columns = [(start, factor.shape[3]) for start, factor in zip(starts, factors, strict=True)]
+    ranks = tuple(factor.shape[2] for factor in factors)
+    # Of all terms: a product that takes them in the same steps reads u up to the last one's end.
+    tile = rank_tile(max(ranks))
     u = [None] * len(factors)
     # Terms of the same columns of x read them once.
     for start, width in dict.fromkeys(columns):
         same = [term for term, its in enumerate(columns) if its == (start, width)]
-        for pack in _packs(same, [factor.shape[2] for factor in factors]):
+        for pack in _packs(same, ranks, tile):
             found = shrink_kernel(
                 x,
                 tables,
@@ -91,27 +99,22 @@ def shrink(x, tables: Tables, factors, starts, scalings):
                 tuple(scalings[term] for term in pack),
                 start,
                 width,
-                shrink_schedule(x.shape[0], _blocks([factors[term].shape[2] for term in pack])),
+                shrink_schedule(x.shape[0], tuple(ranks[term] for term in pack), tile),
             )
             for term, its in zip(pack, found, strict=True):
                 u[term] = its
     return tuple(u)
 
 
-def _packs(terms, ranks):
+def _packs(terms, ranks, tile):
     """The terms in as many kernels as their ranks need."""
     packs = [[]]
     for term in terms:
-        if packs[-1] and _blocks([ranks[i] for i in (*packs[-1], term)]) > MAX_BLOCKS:
+        _, owned = packed_columns([ranks[i] for i in (*packs[-1], term)], tile)
+        if packs[-1] and sum(owned) > 64 * MAX_BLOCKS:
             packs.append([])
         packs[-1].append(term)
     return packs
-
-
-def _blocks(ranks):
-    """Blocks of 64 columns that u of these ranks takes."""
-    first, owned = packed_columns(tuple(ranks))
-    return -(-(first[-1] + owned[-1]) // 64)
 
 
 def outer(lefts, right, start, width, tables: Tables, shape, dtype):
@@ -128,7 +131,7 @@ def _one_array(lefts):
     if all(array is arrays[0] for array in arrays):
         return arrays[0], tuple((u.first, rank) for u, rank in lefts)
     ranks = tuple(rank for _, rank in lefts)
-    first, owned = packed_columns(ranks)
+    first, owned = packed_columns(ranks, rank_tile(max(ranks)))
     parts = [
         jnp.pad(jnp.asarray(u)[:, :rank], ((0, 0), (0, width - rank)))
         for (u, rank), width in zip(lefts, owned, strict=True)

@@ -35,7 +35,7 @@ from pallas_kernels.shapes import EXPERT_SHAPES, ProductShape
 from tests.bench.fakes import TINY
 
 quick = functools.partial(timing.wall_times, rounds=2)
-quick_elapsed = functools.partial(timing.elapsed_times, rounds=2, warm=0, busy=0)
+quick_elapsed = functools.partial(timing.elapsed_times, rounds=3, warm=0, busy=0.02)
 
 
 @pytest.fixture(autouse=True)

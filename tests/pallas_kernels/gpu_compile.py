@@ -35,7 +35,8 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     from pallas_kernels.grouped_lora_matmul import mosaic_gpu
     from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
     from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
-    from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, packed_columns
+    from pallas_kernels.grouped_lora_matmul.gpu_schedule import packed_columns, rank_tile
+    from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
     from tests.pallas_kernels.product_cases import layer_products
 
     def array(*sizes, dtype=jnp.bfloat16):
@@ -52,7 +53,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         return array(slots, groups, rank, width)
 
     def product(k, n, starts, widths, contract, gate):
-        first, owned = packed_columns((rank,) * max(1, len(starts)))
+        first, owned = packed_columns((rank,) * max(1, len(starts)), rank_tile(rank))
         low = array(rows, -(-(first[-1] + owned[-1]) // 64) * 64)
         u = tuple(Columns(low, begin, rank) for begin in first[: len(starts)])
         w = array(groups, n, k) if contract == 2 else array(groups, k, n)
@@ -71,7 +72,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "shrink down", shrink, (array(rows, wide), tables, (factor(wide),), (scaling,))
 
     def outer(right, terms, dtype):
-        first, owned = packed_columns((rank,) * terms)
+        first, owned = packed_columns((rank,) * terms, rank_tile(rank))
         columns = tuple((begin, rank) for begin in first)
         low = array(rows, -(-(first[-1] + owned[-1]) // 64) * 64)
 

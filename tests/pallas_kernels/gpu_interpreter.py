@@ -20,8 +20,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from pallas_kernels.grouped_lora_matmul import gpu_gather, gpu_outer, gpu_rows
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import product_schedule, shrink_schedule
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, packed_columns, shrink_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    packed_columns,
+    product_schedule,
+    rank_tile,
+    shrink_schedule,
+)
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.product_cases import ProductSizes, Term
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
@@ -91,7 +96,8 @@ class ProductCase(ProductSizes):
         schedule = product_schedule(self.rows, self.groups, self.n // parts, parts)
         cut = dict(programs=PROGRAMS, stages=min(schedule.stages, 3)) | dict(self.cut)
         schedule = dataclasses.replace(schedule, **cut)
-        first, _ = packed_columns(tuple(term.rank for term in self.terms) or (8,))
+        ranks = tuple(term.rank for term in self.terms) or (8,)
+        first, _ = packed_columns(ranks, rank_tile(max(ranks)))
 
         @jax.jit
         def product(tables, x, w, u, factors):
@@ -123,7 +129,8 @@ class ProductCase(ProductSizes):
 
     def packed(self, u):
         """u of all terms in one array: zeros past a term's ranks, NaN past what it owns."""
-        first, owned = packed_columns(tuple(term.rank for term in self.terms))
+        ranks = tuple(term.rank for term in self.terms)
+        first, owned = packed_columns(ranks, rank_tile(max(ranks)))
         width = -(-(first[-1] + owned[-1]) // 64) * 64
         array = np.full((self.rows, width), np.nan, jnp.bfloat16)
         for low, start, size in zip(u, first, owned, strict=True):
@@ -142,7 +149,11 @@ class ProductCase(ProductSizes):
 
 @dataclasses.dataclass(frozen=True)
 class ShrinkCase:
-    """Static sizes of a shrink of the columns [start, start + width) of x."""
+    """Static sizes of a shrink of the columns [start, start + width) of x.
+
+    `as_of` is the number of rows whose schedule it has: with few rows terms are apart, with many
+    runs are shrunk piece by piece.
+    """
 
     rows: int
     k: int
@@ -152,23 +163,22 @@ class ShrinkCase:
     shared: tuple[bool, ...] = ()
     groups: int = 4
     slots: int = 3
-    by_run: bool = False
+    as_of: int | None = None
+
+    @functools.cached_property
+    def schedule(self):
+        schedule = shrink_schedule(self.as_of or self.rows, self.ranks, rank_tile(max(self.ranks)))
+        return dataclasses.replace(schedule, programs=PROGRAMS, stages=2)
 
     @functools.cached_property
     def compiled(self):
-        first, owned = packed_columns(self.ranks)
-        # Many rows are shrunk piece by piece of their runs.
-        rows = 10_000 if self.by_run else self.rows
-        schedule = shrink_schedule(rows, -(-(first[-1] + owned[-1]) // 64))
-        schedule = dataclasses.replace(schedule, programs=PROGRAMS, stages=2)
 
         @jax.jit
         def shrink(x, tables, factors, scalings):
             width = self.width or self.k
-            u = shrink_kernel(
-                x, tables, factors, scalings, self.start, width, schedule, interpreted=True
+            return shrink_kernel(
+                x, tables, factors, scalings, self.start, width, self.schedule, interpreted=True
             )
-            return u[0].array
 
         return shrink
 
@@ -189,11 +199,13 @@ class ShrinkCase:
     def run(self, x, group_sizes, row_slots, factors, scalings):
         """u of each term, and the zeros that follow each: what a product reads."""
         tables = tables_of(self.groups)(group_sizes, row_slots)
-        if self.by_run:
+        if self.schedule.block is None:
             tables = dataclasses.replace(tables, pieces=pieces_of(tables))
         u = interpret(self.compiled, x, tables, factors, scalings)
-        first, owned = packed_columns(self.ranks)
-        return tuple(u[:, begin : begin + size] for begin, size in zip(first, owned, strict=True))
+        _, owned = packed_columns(self.ranks, self.schedule.rank_tile)
+        return tuple(
+            its.array[:, its.first : its.first + size] for its, size in zip(u, owned, strict=True)
+        )
 
     def expect(self, *arguments):
         starts = (self.start,) * len(self.ranks)

@@ -58,13 +58,15 @@ SLOW_PRODUCTS = {
     ),
 }
 SHRINKS = {
-    "blocks of rows": ShrinkCase(20, 192, (8, 24), shared=(False, True)),
-    "pieces of runs": ShrinkCase(40, 192, (40, 16), by_run=True),
+    "terms apart": ShrinkCase(20, 192, (8, 24), shared=(False, True)),
+    "blocks of rows": ShrinkCase(20, 192, (8, 24), shared=(False, True), as_of=300),
+    "pieces of runs": ShrinkCase(40, 192, (40, 16), as_of=10_000),
 }
 SLOW_SHRINKS = {
     "some columns": ShrinkCase(20, 320, (80,), start=64, width=128),
-    "many ranks": ShrinkCase(20, 128, (80, 80, 8)),
-    "long runs": ShrinkCase(80, 64, (16,), groups=2, slots=2, by_run=True),
+    "many ranks": ShrinkCase(20, 128, (80, 80, 8), as_of=100),
+    "many ranks apart": ShrinkCase(20, 128, (80, 80, 8)),
+    "long runs": ShrinkCase(80, 64, (16,), groups=2, slots=2, as_of=10_000),
     "one row": ShrinkCase(1, 64, (8,), groups=1, slots=1),
 }
 

@@ -116,17 +116,16 @@ def test_named_shapes(name, tokens):
 
 
 def check_shrink(rows, ranks, width):
-    packs = mosaic_gpu._packs(range(len(ranks)), ranks)
+    tile = gs.rank_tile(max(ranks))
+    packs = mosaic_gpu._packs(range(len(ranks)), ranks, tile)
     assert [term for pack in packs for term in pack] == list(range(len(ranks)))
     for pack in packs:
-        check_pack(rows, tuple(ranks[term] for term in pack), width)
+        check_pack(rows, tuple(ranks[term] for term in pack), tile, width)
 
 
-def check_pack(rows, ranks, width):
-    first, owned = gpu_shrink.packed_columns(ranks)
-    blocks = -(-(first[-1] + owned[-1]) // 64)
-    schedule = gs.shrink_schedule(rows, blocks)
-    assert schedule == gs.shrink_schedule(rows, blocks)
+def check_pack(rows, ranks, tile, width):
+    schedule = gs.shrink_schedule(rows, ranks, tile)
+    assert schedule == gs.shrink_schedule(rows, ranks, tile)
     check_heights(schedule.heights)
     assert schedule.heights[-1] >= (schedule.block or gs.PIECE)
     assert 1 <= schedule.programs <= MULTIPROCESSORS
