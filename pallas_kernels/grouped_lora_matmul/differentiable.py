@@ -8,10 +8,9 @@ differentiable by itself. Letters as in `api.py`; u is a backend's own array typ
     tables(group_sizes, row_slots, groups) -> tables
         All it needs to know about the rows, computed once for all products of a layer. Has
         `row_slots` (-1 for rows past the last group too) and `group_of_row`.
-    route(groups, slots, group, token_slots) -> Route(token, position, tables)
-        The same for (token, choice) rows, sorted by (group, slot); `slots` is how many there are.
-    gather(x, index) -> x[index]
-        Rows of x in another order.
+    dispatch(x, groups, slots, group, token_slots) -> Route(token, position, tables), rows
+        The same for (token, choice) rows, sorted by (group, slot), and each row's x; `slots` is how
+        many there are.
     product(x, w, tables, u, factors, starts, *, contract, gate=None) -> [M, N]
         x[t] times its group's weight, contracted over w's axis `contract`: 2 for w [G, N, K],
         1 for w [G, K, N]. Then, for each term p in order,

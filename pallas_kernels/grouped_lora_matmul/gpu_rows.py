@@ -105,6 +105,25 @@ class Runs(NamedTuple):
     end: jax.Array
 
 
+class Listing(NamedTuple):
+    """Few rows, in the order of (token, choice), before `gpu_spread` lays them out.
+
+    Attributes:
+      position: int32 [M], where each goes. place, run_end: as in `Tables`.
+      begin, end: int32 [M], where the row's group does, in the new order.
+      tile: int32 [M], the number of its tile, from 1. tiles: the most that there may be.
+    """
+
+    position: jax.Array
+    place: jax.Array
+    run_end: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    tile: jax.Array
+    groups: int
+    tiles: int
+
+
 class Route(NamedTuple):
     """Where the rows of a MoE layer go: the token of each row, and each choice's row."""
 
@@ -268,7 +287,7 @@ def _equal_cut(size, pieces, piece):
     return piece * shorter + jnp.minimum(piece, longer), shorter + (piece < longer)
 
 
-def route(groups: int, slots: int, group, token_slots) -> Route:
+def plan(groups: int, slots: int, group, token_slots) -> Route | Listing:
     """Sorts (token, choice) rows by (group, slot), stably; very few stay in order.
 
     Args:
@@ -284,7 +303,7 @@ def route(groups: int, slots: int, group, token_slots) -> Route:
         row = np.arange(count, dtype=np.int32)
         token, position, tables = jnp.asarray(row // choices), jnp.asarray(row), _unsorted(place)
     elif count <= FEW_ROWS and (groups + 1) * (slots + 1) * count < 2**31:
-        token, position, tables = _route_few(groups, slots, place, choices)
+        return _list_few(groups, slots, place)
     elif (groups + 1) * (slots + 1) <= MOST_KEYS and count <= MOST_COUNTED_ROWS:
         token, position, tables = _route_counted(groups, slots, place, choices)
     else:
@@ -310,7 +329,7 @@ def _unsorted(place) -> Tables:
     return Tables(place, end, Pieces(place, place), None)
 
 
-def _route_few(groups, slots, place, choices):
+def _list_few(groups, slots, place) -> Listing:
     """By comparing all pairs, in few kernels.
 
     Barriers keep what is compared in memory: XLA makes one kernel of several sums over the pairs of
@@ -330,27 +349,17 @@ def _route_few(groups, slots, place, choices):
     position, run_end, begin, end = lax.optimization_barrier(
         [_number(number[None, :] < limit[:, None]) for limit in limits]
     )
-    # Second: the same in order, and each tile's number. Low tiles need no equal cut.
-    piece = lax.div(position - begin, jnp.int32(height))
-    is_first = position - begin == piece * height
+    # Second: how many tiles begin before each row's own ends. Low tiles need no equal cut.
+    is_first = lax.rem(position - begin, jnp.int32(height)) == 0
     key = lax.optimization_barrier(jnp.where(is_first, position, count))
-    order, tile_of_row = lax.optimization_barrier(
-        (_marked_row(position, row), _number(key[None, :] < position[:, None]))
-    )
-    # Third: each tile's first row.
-    tile = jnp.arange(most_tiles(groups, count), dtype=jnp.int32)
-    key = lax.optimization_barrier(jnp.where(is_first, tile_of_row, -1))
-    start = lax.optimization_barrier(_marked_row(key, tile))
-    used = key[start] == tile
-    words = _words(
-        position[start],
-        jnp.where(used, jnp.minimum(end - position, height)[start], 0),
-        jnp.where(used, group[start], groups),
-    )
-    number = _whole((tile_of_row + is_first)[order], tiles_together(count, groups))
-    place = place[order]
-    tables = Tables(place, run_end[order], _pieces(place), Tiles(number, words), in_order=True)
-    return lax.div(order, jnp.int32(choices)), position, tables
+    tile = _number(key[None, :] <= position[:, None])
+    return Listing(position, place, run_end, begin, end, tile, groups, most_tiles(groups, count))
+
+
+def route_of_listing(position, groups: int, token, place, run_end, words, count) -> Route:
+    """The route that `gpu_spread` has laid out."""
+    tables = Tables(place, run_end, _pieces(place), Tiles(count, words), in_order=True)
+    return Route(token, position, tables)
 
 
 def _marked_row(numbers, wanted):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_lora_matmul import gpu_gather, gpu_rows
+from pallas_kernels.grouped_lora_matmul import gpu_rows, gpu_spread
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
@@ -22,7 +22,6 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
 
 MAX_RANK = 128
 MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
-MANY_ROWS = 1024
 
 
 def check(x, w, lora, parts):
@@ -54,17 +53,14 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     return gpu_rows.tables(group_sizes, row_slots, groups)
 
 
-def route(groups: int, slots: int, group, token_slots) -> gpu_rows.Route:
-    """See `gpu_rows.route`."""
-    return gpu_rows.route(groups, slots, group, token_slots)
-
-
-def gather(x, index):
-    """x[index] for rows; many rows go through the copy engine, twice as fast as XLA's loop."""
-    many = index.shape[0] >= MANY_ROWS and index.shape[0] % gpu_gather.ROWS == 0
-    if many and x.shape[1] % gpu_gather.LINE == 0:
-        return gpu_gather.gather_rows(x, index)
-    return x[index]
+def dispatch(x, groups: int, slots: int, group, token_slots):
+    """See `differentiable.py` and `gpu_rows.plan`."""
+    plan = gpu_rows.plan(groups, slots, group, token_slots)
+    if isinstance(plan, gpu_rows.Listing):
+        return gpu_spread.spread_listed(x, plan, group.shape[1])
+    if plan.tables.tiles is None:
+        return plan, jnp.repeat(x, group.shape[1], axis=0)  # in order as they are
+    return plan, gpu_spread.spread_rows(x, plan.position)
 
 
 def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):

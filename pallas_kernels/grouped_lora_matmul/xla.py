@@ -61,16 +61,12 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     )
 
 
-def route(groups: int, slots: int, group, token_slots) -> Route:
+def dispatch(x, groups: int, slots: int, group, token_slots):
     """See `differentiable.py`."""
     del slots
     found = sort_rows(groups, group, token_slots)
-    return Route(found.token, found.position, tables(found.group_sizes, found.row_slots, groups))
-
-
-def gather(x, index):
-    """See `differentiable.py`."""
-    return x[index]
+    row_tables = tables(found.group_sizes, found.row_slots, groups)
+    return Route(found.token, found.position, row_tables), x[found.token]
 
 
 def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):

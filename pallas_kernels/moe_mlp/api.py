@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.api import Lora, check_call, choose_backend
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.moe_mlp.dispatch import dispatch
 from pallas_kernels.moe_mlp.down import combined_down
-from pallas_kernels.moe_mlp.rows import spread
 from pallas_kernels.routing_plan.api import combine, local_groups
 
 
@@ -88,12 +88,12 @@ def moe_mlp(
     slots = pairs[0].a.shape[0] if pairs else 0
     if not pairs:
         token_slots = jnp.full_like(token_slots, -1)
-    route = backend.route(count, slots, group, token_slots)
+    route, rows = dispatch(backend, count, slots, x, group, token_slots)
     hidden = differentiable.grouped_lora_matmul(
         backend,
         parts,
         gate or Gate(),
-        spread(backend.gather, x, route.token, route.position),
+        rows,
         gate_up,
         route.tables,
         into,

@@ -64,6 +64,12 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     for name, *sizes in layer_products(shape):
         yield name, *product(*sizes)
 
+    def dispatch(x, group, token_slots):
+        return mosaic_gpu.dispatch(x, groups, slots, group, token_slots)
+
+    tokens_of = array(tokens, hidden), number(tokens, shape.top_k), number(tokens)
+    yield "dispatch", dispatch, tokens_of
+
     def shrink(x, tables, factors, scalings):
         return mosaic_gpu.shrink(x, tables, factors, (0,) * len(factors), scalings)
 

@@ -26,6 +26,7 @@ if not hasattr(plgpu, "force_gpu_interpret_mode"):
 from tests.pallas_kernels import gpu_interpreter
 from tests.pallas_kernels.gpu_interpreter import ProductCase, ShrinkCase, normal
 from tests.pallas_kernels.product_cases import Term
+from tests.pallas_kernels.test_gpu_rows import check_route, routing
 from tests.pallas_kernels.tpu_cases import batches
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
 
@@ -206,12 +207,29 @@ def test_many_outers(name, data, seed):
     check_outer(case, *data.draw(buckets(case.rows, 3)), seed)
 
 
-def test_gather():
+# A row of 2056 columns is 257 lines of 8, more than one copy takes.
+@pytest.mark.parametrize("tokens, choices, width", [(20, 3, 256), (7, 1, 2056), (1, 8, 64)])
+def test_spread(tokens, choices, width):
     rng = np.random.default_rng(0)
-    x, index = normal(rng, 20, 256), rng.integers(0, 20, 8 * 9).astype(np.int32)
-    x[~np.isin(np.arange(20), index)] = np.nan
-    found = gpu_interpreter.gather(x, index)
-    assert found.tobytes() == x[index].tobytes()
+    x, position = normal(rng, tokens, width), rng.permutation(tokens * choices).astype(np.int32)
+    expected = np.empty((tokens * choices, width), x.dtype)
+    expected[position] = np.repeat(x, choices, axis=0)
+    found = gpu_interpreter.spread_rows(x, position.reshape(tokens, choices))
+    assert found.tobytes() == expected.tobytes()
+
+
+# The last has groups of several tiles, which are worked on together.
+@pytest.mark.parametrize(
+    "tokens, choices, groups, slots", [(9, 8, 16, 3), (20, 1, 5, 2), (150, 4, 2, 3)]
+)
+@pytest.mark.parametrize("crowded", [False, True])
+def test_dispatch(tokens, choices, groups, slots, crowded):
+    rng = np.random.default_rng(tokens)
+    group, slot = routing(rng, tokens, choices, groups, slots, crowded)
+    x = normal(rng, tokens, 64)
+    route, rows = gpu_interpreter.dispatch(x, groups, slots, group, slot)
+    check_route(route, group, slot, groups)
+    assert rows.tobytes() == x[route.token].tobytes()
 
 
 def test_a_slot_of_nan_stays_apart():

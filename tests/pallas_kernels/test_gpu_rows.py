@@ -65,8 +65,33 @@ TABLES = [
 
 
 @functools.cache
-def compiled_route(groups, slots):
-    return jax.jit(functools.partial(gpu_rows.route, groups, slots))
+def compiled_plan(groups, slots):
+    def plan(group, slot):
+        found = gpu_rows.plan(groups, slots, group, slot)
+        return found if isinstance(found, gpu_rows.Route) else found[:6]
+
+    return jax.jit(plan)
+
+
+def route_of(groups, slots, group, slot) -> gpu_rows.Route:
+    """The route; of few rows laid out here instead of by the kernel."""
+    found = jax.tree.map(np.asarray, compiled_plan(groups, slots)(group, slot))
+    if isinstance(found, gpu_rows.Route):
+        return found
+    rows, choices = group.size, group.shape[1]
+    height, together = tile_height(rows, groups), tiles_together(rows, groups)
+    position, place, run_end, begin, end, tile = found
+    order = np.argsort(position)
+    used = tile.max()
+    count = -(-used // together) * together
+    words = np.zeros((most_tiles(groups, rows), TILE_WORDS), np.int32)
+    words[used:count, 2] = groups
+    first = (position - begin) % height == 0
+    of_tile = position, np.minimum(end - position, height), place >> 16
+    words[tile[first] - 1, :3] = np.stack(of_tile, axis=1)[first]
+    laid_out = order // choices, place[order], run_end[order], words.reshape(-1), np.array([count])
+    route = gpu_rows.route_of_listing(position.reshape(group.shape), groups, *laid_out)
+    return jax.tree.map(np.asarray, route)
 
 
 @functools.cache
@@ -143,12 +168,15 @@ def routing(rng, tokens, choices, groups, slots, crowded):
 @given(seed=st.integers(0, 2**32 - 1), crowded=st.booleans())
 def test_route(tokens, choices, groups, slots, seed, crowded):
     group, slot = routing(np.random.default_rng(seed), tokens, choices, groups, slots, crowded)
-    found = jax.tree.map(np.asarray, compiled_route(groups, slots)(group, slot))
-    rows = tokens * choices
+    check_route(route_of(groups, slots, group, slot), group, slot, groups)
+
+
+def check_route(found: gpu_rows.Route, group, slot, groups):
+    rows, choices = group.size, group.shape[1]
     place = places(group.reshape(-1), np.repeat(slot, choices), groups)
     order = np.arange(rows) if rows <= UNSORTED_ROWS else np.argsort(place, stable=True)
     assert found.token.tolist() == (order // choices).tolist()
-    assert found.position.shape == (tokens, choices)
+    assert found.position.shape == group.shape
     assert found.position.reshape(-1)[order].tolist() == list(range(rows))
     if rows <= UNSORTED_ROWS:
         check_unsorted(found.tables, place)
