@@ -69,20 +69,21 @@ class Bank:
         """The largest rank that fits."""
         return next((lora.a.shape[2] for lora in self.arrays.values()), 0)
 
+    def check(self, adapter: Adapter) -> None:
+        """Raises AdapterError unless the adapter fits into a slot."""
+        for name, pair in adapter.pairs.items():
+            self._check(name, pair)
+
     def write(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into a slot; projections it does not have become zero.
 
         Raises:
           AdapterError: it does not fit. Nothing is written then.
         """
-        for name, pair in adapter.pairs.items():
-            self._check(name, pair)
-        self._write_all(slot, adapter.pairs)
-
-    def _write_all(self, slot: int, pairs: Mapping[str, LoraPair]) -> None:
+        self.check(adapter)
         index = np.int32(slot)
         for name, lora in self.arrays.items():
-            values = self._padded(lora, pairs.get(name))
+            values = self._padded(lora, adapter.pairs.get(name))
             self.arrays[name] = self._writers[name](lora, index, values)
 
     def _compile_writers(self) -> dict[str, Any]:

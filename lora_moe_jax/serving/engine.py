@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lora_moe_jax.adapters import Adapter, read_adapter
+from lora_moe_jax.adapters import Adapter, LoraPair, check_name, read_adapter
+from lora_moe_jax.adapters.bank import Bank
 from lora_moe_jax.adapters.check import check_adapter
-from lora_moe_jax.adapters.registry import AdapterInfo, AdapterRegistry
+from lora_moe_jax.adapters.pool import AdapterInfo, AdapterPool
 from lora_moe_jax.checkpoint.reader import Checkpoint
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.config.reader import read_config
@@ -48,7 +51,8 @@ Prompt = str | Sequence[int]
 class EngineStats:
     """Counters since the engine was built, and what it holds.
 
-    `compilations` counts the whole process; after warm-up it stays as it is.
+    `compilations` counts the whole process; after warm-up it stays as it is. `adapters` are the
+    names; resident ones and bytes on the host include old versions that requests are ending with.
     """
 
     compilations: int
@@ -56,7 +60,11 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     adapters: int
+    resident_adapters: int
     free_adapter_slots: int
+    adapter_loads: int
+    adapter_evictions: int
+    adapter_host_bytes: int
     running: int
     waiting: int
     free_pages: int
@@ -83,9 +91,12 @@ class Engine:
         self.options = options
         self.codec = codec
         self.bank = arrays.bank
-        self._registry = AdapterRegistry(options.max_adapters)
+        self._adapters = AdapterPool(
+            options.max_adapters, functools.partial(_write_slot, arrays.bank)
+        )
         scheduler = Scheduler(
             PagePool(options.pages, options.page_size),
+            self._adapters,
             rows=options.max_requests,
             pages_per_request=options.pages_per_request,
             token_buckets=options.token_buckets,
@@ -116,7 +127,7 @@ class Engine:
         Args:
           folder: config.json, safetensors, and tokenizer.json if text is wanted.
           dtype: of weights, activations and cache: "bfloat16" or "float32".
-          max_adapters: adapter slots.
+          max_adapters: adapter slots on the device; any number of adapters may be loaded.
           max_rank: the largest rank that fits into a slot.
           target_modules: module names (`q_proj`, `experts.gate_proj`, …) that adapters may
             target; all of them by default. Others get no slots and cost nothing.
@@ -175,30 +186,32 @@ class Engine:
     # Adapters
 
     def load_adapter(self, name: str, source: str | os.PathLike | Adapter) -> AdapterInfo:
-        """Loads an adapter folder (or one in memory) under a name; replaces one of that name.
+        """Loads an adapter folder (or one in memory, which is copied) under a name.
+
+        It is kept in host memory, and goes to the device at once if a slot is free, otherwise with
+        the first request that uses it. Under a name that is taken it is a new version: requests
+        that have begun end with the version they began with, later ones use the new one.
 
         Raises:
-          AdapterError: it cannot be served exactly, no slot is free, or requests are using the
-            adapter of that name. Nothing has changed then.
+          AdapterError: it cannot be served exactly. Nothing has changed then.
         """
-        slot = self._registry.slot_for(name)
-        self._refuse_in_use(name)
+        check_name(name)
         adapter = self._read_adapter(source)
-        with no_compile(f"loading the adapter {name!r}"):
-            self.bank.write(slot, adapter)
-        return self._registry.add(
-            name,
-            slot,
-            rank=adapter.rank,
-            layout=adapter.layout,
-            targets=adapter.targets,
-            nbytes=adapter.nbytes,
-        )
+        self.bank.check(adapter)
+        return self._adapters.add(name, adapter).info
 
     def _read_adapter(self, source: str | os.PathLike | Adapter) -> Adapter:
+        if self.options.max_adapters == 0:
+            raise AdapterError(
+                "the engine has no adapter slots",
+                key="max_adapters",
+                expected="at least 1",
+                found="0",
+                hint="build the engine with a larger max_adapters",
+            )
         if isinstance(source, Adapter):
             check_adapter(source, self.bank.projections)
-            return source
+            return _copied(source)
         if not isinstance(source, str | os.PathLike):
             raise AdapterError(
                 "an adapter comes from a folder or from an Adapter",
@@ -208,31 +221,35 @@ class Engine:
             )
         return read_adapter(source, self.bank.projections, max_rank=self.options.max_rank)
 
-    def unload_adapter(self, name: str) -> None:
-        """Frees the slot of an adapter.
+    def unload_adapter(self, name: str, when_busy: Literal["refuse", "finish"] = "refuse") -> None:
+        """Forgets an adapter and frees what it has.
+
+        Args:
+          when_busy: what to do if unfinished requests use it: "refuse", or "finish": its name is
+            forgotten at once, its slot and host memory are freed with the last of them.
 
         Raises:
           AdapterError: it is not loaded, or requests are using it.
         """
-        self._registry.get(name)
-        self._refuse_in_use(name)
-        self._registry.remove(name)
+        self._adapters.remove(name, when_busy)
+
+    def pin_adapter(self, name: str) -> AdapterInfo:
+        """Puts an adapter into a slot and keeps it there, under this name, until it is unpinned.
+
+        A new version inherits the pin. One slot always stays for adapters that are not pinned.
+
+        Raises:
+          AdapterError: it is not loaded, no slot can be had now, or too many are pinned.
+        """
+        return self._adapters.pin(name)
+
+    def unpin_adapter(self, name: str) -> AdapterInfo:
+        """Lets others take the adapter's slot again. Raises AdapterError if it is not loaded."""
+        return self._adapters.unpin(name)
 
     def adapters(self) -> list[AdapterInfo]:
-        """The loaded adapters."""
-        return list(self._registry)
-
-    def _refuse_in_use(self, name: str) -> None:
-        unfinished = self._runner.unfinished
-        users = [r for r in unfinished if r.adapter is not None and r.adapter.name == name]
-        if users:
-            raise AdapterError(
-                "the adapter is in use",
-                key=name,
-                expected="no unfinished request that uses it",
-                found=f"{len(users)} unfinished request(s)",
-                hint="finish or close their streams first, or load under another name",
-            )
+        """The loaded adapters as they are now, each at its newest version."""
+        return list(self._adapters)
 
     # Requests
 
@@ -323,12 +340,16 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and sizes."""
-        scheduler, adapters = self._runner.scheduler, len(self.adapters())
+        scheduler, pool = self._runner.scheduler, self._adapters
         return EngineStats(
             compilations=compile_count(),
             **self._runner.counts,
-            adapters=adapters,
-            free_adapter_slots=self.options.max_adapters - adapters,
+            adapters=len(self.adapters()),
+            resident_adapters=pool.resident,
+            free_adapter_slots=pool.free,
+            adapter_loads=pool.loads,
+            adapter_evictions=pool.evictions,
+            adapter_host_bytes=pool.host_bytes,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             free_pages=scheduler.pool.free,
@@ -364,7 +385,7 @@ class Engine:
         names = validate.one_each("adapters", adapters, len(requests))
         for index, (request, name) in enumerate(zip(requests, names, strict=True)):
             try:
-                request.adapter = None if name is None else self._registry.get(name)
+                request.adapter = None if name is None else self._adapters.get(name)
             except AdapterError as error:
                 raise RequestError(
                     "the request names an adapter that is not loaded",
@@ -375,10 +396,24 @@ class Engine:
                 ) from error
 
 
+def _write_slot(bank: Bank, slot: int, adapter: Adapter) -> None:
+    with no_compile("writing an adapter to its slot"):
+        bank.write(slot, adapter)
+
+
+def _copied(adapter: Adapter) -> Adapter:
+    """The same with arrays of its own: their owner may go on training them."""
+    pairs = {
+        name: LoraPair(*map(np.array, (pair.a, pair.b, pair.scaling, pair.ranks)))
+        for name, pair in adapter.pairs.items()
+    }
+    return replace(adapter, pairs=pairs)
+
+
 def _score(request: ScoreRequest) -> Score:
     return Score(
         logprobs=np.concatenate(request.logprobs)[:-1],
         logits=np.concatenate(request.logits) if request.return_logits else None,
-        adapter=None if request.adapter is None else request.adapter.name,
-        adapter_version=None if request.adapter is None else request.adapter.version,
+        adapter=request.adapter_name,
+        adapter_version=request.adapter_version,
     )

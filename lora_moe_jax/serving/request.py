@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lora_moe_jax.adapters.registry import AdapterInfo
+from lora_moe_jax.adapters.pool import Entry
 from lora_moe_jax.serving.sampling_params import SamplingParams
 
 
@@ -71,21 +71,36 @@ class Score:
 
 @dataclass(eq=False)
 class Request:
-    """A running request. `computed` of its `tokens` are in the cache."""
+    """A request that waits or runs, with the version of an adapter that it began with.
+
+    `computed` of its `tokens` are in the cache. While it waited for a slot, `passed` others with
+    adapters were admitted before it.
+    """
 
     index: int
     tokens: list[int]
     prompt_length: int
-    adapter: AdapterInfo | None
+    adapter: Entry | None
     row: int = -1
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    passed: int = 0
     done: bool = False
 
     @property
     def slot(self) -> int:
-        """The adapter slot, -1 for none."""
+        """The slot its adapter has now that it runs, -1 for the base model."""
         return -1 if self.adapter is None else self.adapter.slot
+
+    @property
+    def adapter_name(self) -> str | None:
+        """None for the base model."""
+        return None if self.adapter is None else self.adapter.info.name
+
+    @property
+    def adapter_version(self) -> int | None:
+        """The version that it began with, whatever was loaded since."""
+        return None if self.adapter is None else self.adapter.info.version
 
     @property
     def capacity(self) -> int:

@@ -47,11 +47,6 @@ class Runner:
         self._streams: dict[Request, TextStream] = {}
         self._deltas: dict[Request, deque[Delta]] = {}
 
-    @property
-    def unfinished(self) -> list[Request]:
-        """The requests that are waiting or running, or whose output has not been fetched."""
-        return list(self._deltas)
-
     def run(self, requests: Sequence[Request]) -> Iterator[Delta]:
         """Steps the engine until these requests are done; others that are running go along."""
         for request in requests:
@@ -183,7 +178,7 @@ def _completion(
         token_ids=list(request.generated),
         logprobs=list(request.logprobs) if request.params.logprobs else None,
         finish_reason=reason,
-        adapter=None if request.adapter is None else request.adapter.name,
-        adapter_version=None if request.adapter is None else request.adapter.version,
+        adapter=request.adapter_name,
+        adapter_version=request.adapter_version,
         prompt_token_ids=request.tokens[: request.prompt_length],
     )

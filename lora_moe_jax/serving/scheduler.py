@@ -1,8 +1,15 @@
 """Which tokens of which requests go into the next step.
 
-Requests are admitted in order when there is a row and enough pages for all the tokens they may
-ever have, so a running request never waits for memory. Each step takes one token of every request
-that is generating, then fills the rest of the batch with prompt chunks.
+Requests are admitted in order when there is a row, enough pages for all the tokens they may ever
+have, and a slot for their adapter, so a running request never waits for memory. Each step takes one
+token of every request that is generating, then fills the rest of the batch with prompt chunks.
+
+A request that waits for a row or for pages is not passed by any. One that waits for a slot is
+passed by requests whose adapter has a slot, and by those without an adapter; but after `MAX_PASSES`
+of the former nothing with an adapter is admitted before it. So none starves. Take the first in the
+queue: once no adapter passes it, those that run end, and some slot, as one is never pinned, is
+without a running request and goes to nobody else; it then waits for a row and for pages alone,
+which nobody takes before it. Then the next one is the first.
 """
 
 from __future__ import annotations
@@ -13,8 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lora_moe_jax.adapters.pool import AdapterPool, Entry
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.request import GenerateRequest, Request
+
+# About as many as run together: the batch stays full while the one slot that is waited for empties,
+# and the wait grows by about the length of one request.
+MAX_PASSES = 8
 
 
 @dataclass(frozen=True)
@@ -59,11 +71,15 @@ class StepBatch:
 
 
 class Scheduler:
-    """Waiting and running requests over a fixed number of rows and pages."""
+    """Waiting and running requests over a fixed number of rows, pages and adapter slots.
+
+    Without `adapters` no request may have one.
+    """
 
     def __init__(
         self,
         pool: PagePool,
+        adapters: AdapterPool | None = None,
         *,
         rows: int,
         pages_per_request: int,
@@ -71,6 +87,7 @@ class Scheduler:
         prefill_chunk: int,
     ):
         self.pool = pool
+        self.adapters = adapters
         self.token_buckets = token_buckets
         self.prefill_chunk = prefill_chunk
         self.page_tables = np.zeros((rows, pages_per_request), np.int32)
@@ -80,7 +97,10 @@ class Scheduler:
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests."""
-        self.waiting.extend(requests)
+        for request in requests:
+            if request.adapter is not None:
+                self.adapters.begin(request.adapter)
+            self.waiting.append(request)
 
     def finish(self, request: Request) -> None:
         """Takes a request out, wherever it is, and frees what it has."""
@@ -88,8 +108,14 @@ class Scheduler:
             self.running.remove(request)
             self.pool.give_back(request.pages)
             self._free_rows.append(request.row)
+            if request.adapter is not None:
+                self.adapters.release(request.adapter)
         elif request in self.waiting:
             self.waiting.remove(request)
+        else:
+            return
+        if request.adapter is not None:
+            self.adapters.end(request.adapter)
 
     def next_batch(self) -> StepBatch | None:
         """Admits what fits and lays out the next step; None when nothing is left to do."""
@@ -108,17 +134,31 @@ class Scheduler:
         return self._layout(tuple(chunks), size)
 
     def _admit(self) -> None:
-        while self.waiting and self._free_rows:
-            request = self.waiting[0]
+        slotless: list[Request] = []  # skipped; the first has been passed the most often
+        for request in list(self.waiting):
             needed = self.pool.needed(request.capacity)
-            if needed > self.pool.free:
+            if not self._free_rows or needed > self.pool.free:
                 return
-            self.waiting.popleft()
-            request.row = self._free_rows.pop()
-            request.pages = self.pool.take(needed)
-            self.page_tables[request.row] = 0
-            self.page_tables[request.row, :needed] = request.pages
-            self.running.append(request)
+            if request.adapter is not None:
+                if not self._acquire_slot(request.adapter, slotless):
+                    slotless.append(request)
+                    continue
+                for other in slotless:
+                    other.passed += 1
+            self._start(request, needed)
+
+    def _acquire_slot(self, adapter: Entry, slotless: list[Request]) -> bool:
+        if slotless and (adapter.slot is None or slotless[0].passed >= MAX_PASSES):
+            return False  # where the first found no slot there is none, or it is the first's
+        return self.adapters.acquire(adapter)
+
+    def _start(self, request: Request, needed: int) -> None:
+        self.waiting.remove(request)
+        request.row = self._free_rows.pop()
+        request.pages = self.pool.take(needed)
+        self.page_tables[request.row] = 0
+        self.page_tables[request.row, :needed] = request.pages
+        self.running.append(request)
 
     def _lengths(self) -> dict[Request, int]:
         """Tokens of each request in the next step: generating requests first, then prompts."""

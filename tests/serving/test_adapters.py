@@ -30,7 +30,10 @@ def one(engine):
 
 
 def test_two_hundred_random_operations(one):
-    """Every output equals that of the adapter alone in the engine, cached before."""
+    """Every output equals that of the adapter alone in the engine, cached before.
+
+    There are more names than slots.
+    """
     sources = [None, *golden_adapters(FAMILY)]
     batch = prompts([3, 18, 9, 30])
     params = [greedy(5), sampled(3, 5), greedy(5), sampled(4, 5, top_k=20)]
@@ -49,14 +52,15 @@ def test_two_hundred_random_operations(one):
     assert len(set(expected.values())) == len(expected) - len(batch), "the others differ"
 
     rng = np.random.default_rng(0)
-    compilations = one.stats().compilations
+    compilations, evictions = one.stats().compilations, one.stats().adapter_evictions
+    most = 0
     loaded: dict[str, str] = {}  # name -> source
     versions: dict[str, int] = {}
     done = dict.fromkeys(("load", "replace", "unload", "generate", "score"), 0)
     for _ in range(200):
-        action = rng.choice(list(done))
+        action = rng.choice([*done, "load"])  # twice, so that there are many
         name = f"a{rng.integers(12)}"
-        if action == "load" and name not in loaded and len(loaded) < one.options.max_adapters:
+        if action == "load" and name not in loaded:
             loaded[name] = str(rng.choice(sources[1:]))
         elif action == "replace" and loaded:
             name = str(rng.choice(list(loaded)))
@@ -86,7 +90,10 @@ def test_two_hundred_random_operations(one):
             versions[name] = info.version
         done[action] += 1
         assert {info.name for info in one.adapters()} == set(loaded)
-        assert len({info.slot for info in one.adapters()}) == len(loaded)
+        slots = [info.slot for info in one.adapters() if info.slot is not None]
+        assert len(set(slots)) == len(slots) == one.stats().resident_adapters
+        most = max(most, len(loaded))
+    assert most > one.options.max_adapters and one.stats().adapter_evictions > evictions
     assert min(done.values()) > 20, done
     assert one.stats().compilations == compilations
 
@@ -140,13 +147,11 @@ def test_an_adapter_in_use_is_left_alone(one):
     waiting = one.stream([[5, 6, 7]] * 9, greedy(10), ["rslora"] * 9)
     for name in ("attn", "rslora"):
         with pytest.raises(AdapterError, match="in use"):
-            one.load_adapter(name, FOLDERS / "experts")
-        with pytest.raises(AdapterError, match="in use"):
             one.unload_adapter(name)
     one.load_adapter("experts", FOLDERS / "attn")
     one.load_adapter("new", FOLDERS / "experts")
     assert bits(list(running)[-1].completion) == expected
-    one.load_adapter("attn", FOLDERS / "experts")
+    one.unload_adapter("attn")
     waiting.close()
     one.unload_adapter("rslora")
 
@@ -155,12 +160,13 @@ def test_full_slots(one):
     for i in range(8):
         assert one.load_adapter(f"a{i}", FOLDERS / ADAPTERS[i % 3]).slot == i
     before = probe(one, "a3")
-    with pytest.raises(AdapterError, match="every adapter slot is taken") as caught:
-        one.load_adapter("a8", FOLDERS / "attn")
-    assert "a0" in caught.value.hint and "max_adapters" in caught.value.hint
-    one.load_adapter("a5", FOLDERS / "attn")
+    assert one.load_adapter("a8", FOLDERS / "attn").slot is None
+    assert one.load_adapter("a5", FOLDERS / "attn").slot == 5
     one.unload_adapter("a2")
-    assert one.load_adapter("a8", FOLDERS / "attn").slot == 2
+    assert one.load_adapter("a9", FOLDERS / "attn").slot == 2
+    assert probe(one, "a8") == probe(one, "a9") == before
+    slots = {info.name: info.slot for info in one.adapters()}
+    assert slots["a8"] == 0 and slots["a0"] is None, "the one that was not used for longest"
     assert probe(one, "a3") == before
 
 

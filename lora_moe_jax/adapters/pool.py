@@ -1,0 +1,282 @@
+"""Any number of adapters over a fixed number of slots: who has one, and who makes room.
+
+The unit is one version of an adapter, an `Entry`. Loading under a taken name makes a new version;
+requests keep the one that they began with. So an entry's host copy lives while its name stands for
+it or an unfinished request holds it, and its slot cannot be taken while a request runs with it.
+Otherwise a slot is only a cache: the least recently used entry gives up its own to one that needs
+it, and comes back from the host copy. One slot is never pinned, so that every adapter has a turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from lora_moe_jax.adapters.adapter import Adapter
+from lora_moe_jax.adapters.names import check_name
+from lora_moe_jax.errors import AdapterError
+
+WHEN_BUSY = ("refuse", "finish")
+_NAMES_SHOWN = 8  # in messages: there may be thousands
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What was known of an adapter when it was asked for.
+
+    Attributes:
+      version: counts the loads under this name, from 1.
+      slot: where it is on the device; None while it is in host memory alone.
+      nbytes: of the host copy.
+      pinned: whether it keeps its slot.
+    """
+
+    name: str
+    version: int
+    slot: int | None
+    rank: int
+    layout: str
+    targets: tuple[str, ...]
+    nbytes: int
+    pinned: bool = False
+
+
+@dataclass(eq=False)
+class Entry:
+    """One version of an adapter.
+
+    Attributes:
+      info: what is known of it now.
+      adapter: the host copy; None once nothing can need it any more.
+      requests: how many unfinished requests began with it.
+      running: how many of them run; it keeps its slot while any does.
+      last_used: a count that grows with every use of any entry.
+    """
+
+    info: AdapterInfo
+    adapter: Adapter | None
+    requests: int = 0
+    running: int = 0
+    last_used: int = 0
+
+    @property
+    def slot(self) -> int | None:
+        """Its slot now; None if it has none."""
+        return self.info.slot
+
+
+class AdapterPool:
+    """The adapters of an engine and its slots. Nothing in it touches a device.
+
+    A request calls `begin`, then `acquire` until that is true, then `release`, then `end`; or
+    `begin` and `end` alone if it never ran.
+
+    Args:
+      slots: how many adapters the bank holds.
+      write: puts an adapter into a slot; it is given only what fits, and must not fail.
+
+    Attributes:
+      loads: how many times a slot was written.
+      evictions: how many times an adapter lost its slot to another.
+    """
+
+    def __init__(self, slots: int, write: Callable[[int, Adapter], None]):
+        self.loads = self.evictions = 0
+        self._write = write
+        self._slots: list[Entry | None] = [None] * slots
+        self._entries: dict[str, Entry] = {}
+        self._retired: set[Entry] = set()  # replaced or unloaded; unfinished requests hold them
+        self._versions: dict[str, int] = {}  # goes on counting after a name was unloaded
+        self._clock = itertools.count(1)
+
+    def __iter__(self) -> Iterator[AdapterInfo]:
+        return (entry.info for entry in self._entries.values())
+
+    @property
+    def resident(self) -> int:
+        """Slots that are taken, by old versions too."""
+        return sum(entry is not None for entry in self._slots)
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._slots) - self.resident
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all host copies, those of old versions in use included."""
+        entries = itertools.chain(self._entries.values(), self._retired)
+        return sum(entry.info.nbytes for entry in entries)
+
+    # Names
+
+    def get(self, name: str) -> Entry:
+        """The newest version. Raises AdapterError for a name that is not loaded."""
+        check_name(name)
+        if name not in self._entries:
+            raise AdapterError(
+                "no adapter of this name is loaded",
+                key=name,
+                expected=f"one of {_shown(self._entries)}",
+                found=name,
+                hint="load it with load_adapter",
+            )
+        return self._entries[name]
+
+    def add(self, name: str, adapter: Adapter) -> Entry:
+        """Makes `adapter`, which fits the bank, the newest version under a good name.
+
+        It is written at once if a slot is free. A pin stays with the name; for that an idle
+        adapter makes room, and if none is idle the new version gets its slot when first used.
+        """
+        version = self._versions[name] = self._versions.get(name, 0) + 1
+        info = AdapterInfo(
+            name=name,
+            version=version,
+            slot=None,
+            rank=adapter.rank,
+            layout=adapter.layout,
+            targets=adapter.targets,
+            nbytes=adapter.nbytes,
+        )
+        entry, old = Entry(info, adapter), self._entries.get(name)
+        if old is not None:
+            entry.info = replace(info, pinned=old.info.pinned)
+            self._retire(old)
+        self._entries[name] = entry
+        if self.free or entry.info.pinned:
+            self._place(entry)
+        return entry
+
+    def remove(self, name: str, when_busy: str = "refuse") -> None:
+        """Forgets a name; what it stood for goes with the last request that holds it.
+
+        Args:
+          when_busy: "refuse" raises AdapterError if there are such requests, "finish" does not.
+        """
+        if when_busy not in WHEN_BUSY:
+            raise AdapterError(
+                "this is not a way to unload an adapter",
+                key="when_busy",
+                expected=f"one of {WHEN_BUSY}",
+                found=repr(when_busy)[:200],
+            )
+        entry = self.get(name)
+        if entry.requests and when_busy == "refuse":
+            raise AdapterError(
+                "the adapter is in use",
+                key=name,
+                expected="no unfinished request that uses it",
+                found=f"{entry.requests} unfinished request(s)",
+                hint='finish or close their streams first, or unload it with when_busy="finish"',
+            )
+        self._retire(self._entries.pop(name))
+
+    def pin(self, name: str) -> AdapterInfo:
+        """Gives the adapter a slot, if it has none, that nobody takes from it.
+
+        Raises:
+          AdapterError: no slot can be had, or every other slot but one is pinned.
+        """
+        entry = self.get(name)
+        pinned = [info.name for info in self if info.pinned and info.name != name]
+        if len(pinned) >= len(self._slots) - 1:
+            raise AdapterError(
+                "too many adapters are pinned: one slot must stay for those that are not",
+                key=name,
+                expected=f"at most {len(self._slots) - 1} pinned of {len(self._slots)} slots",
+                found=f"{len(pinned) + 1} with this one",
+                hint=f"unpin_adapter one of {_shown(pinned)}, "
+                "or build the engine with a larger max_adapters",
+            )
+        if entry.slot is None and not self._place(entry):
+            raise AdapterError(
+                "no slot can be had: each is pinned or in use by a running request",
+                key=name,
+                expected="a slot whose adapter is neither",
+                found=f"{len(self._slots)} slots, {len(pinned)} of them pinned",
+                hint=f"finish or close streams first, unpin_adapter one of {_shown(pinned)}, "
+                "or build the engine with a larger max_adapters",
+            )
+        entry.info = replace(entry.info, pinned=True)
+        return entry.info
+
+    def unpin(self, name: str) -> AdapterInfo:
+        """Lets others take the adapter's slot. Raises AdapterError for an unknown name."""
+        entry = self.get(name)
+        entry.info = replace(entry.info, pinned=False)
+        return entry.info
+
+    # Requests
+
+    def begin(self, entry: Entry) -> None:
+        """A request comes that will use this version."""
+        entry.requests += 1
+
+    def acquire(self, entry: Entry) -> bool:
+        """The request is to run: whether the entry has a slot, which it then keeps."""
+        if entry.slot is None and not self._place(entry):
+            return False
+        entry.running += 1
+        entry.last_used = next(self._clock)
+        return True
+
+    def release(self, entry: Entry) -> None:
+        """The request runs no more."""
+        entry.running -= 1
+        entry.last_used = next(self._clock)
+
+    def end(self, entry: Entry) -> None:
+        """The request is gone, and with the last one a version that nobody can ask for again."""
+        entry.requests -= 1
+        if entry in self._retired and not entry.requests:
+            self._retired.remove(entry)
+            self._drop(entry)
+
+    # Slots
+
+    def _place(self, entry: Entry) -> bool:
+        """Writes the entry to a slot that is free or that an idle entry gives up, if any."""
+        if not self.free and not self._evict():
+            return False
+        slot = self._slots.index(None)
+        self._write(slot, entry.adapter)
+        self.loads += 1
+        self._slots[slot] = entry
+        entry.info = replace(entry.info, slot=slot)
+        entry.last_used = next(self._clock)
+        return True
+
+    def _evict(self) -> bool:
+        """Of a full pool, takes the slot of the entry not used for longest, if one is idle."""
+        idle = [entry for entry in self._slots if not (entry.running or entry.info.pinned)]
+        if not idle:
+            return False
+        self._vacate(min(idle, key=lambda entry: entry.last_used))
+        self.evictions += 1
+        return True
+
+    def _vacate(self, entry: Entry) -> None:
+        if entry.slot is not None:
+            self._slots[entry.slot] = None
+            entry.info = replace(entry.info, slot=None)
+
+    def _retire(self, entry: Entry) -> None:
+        """The entry's name no longer stands for it."""
+        entry.info = replace(entry.info, pinned=False)
+        if entry.requests:
+            self._retired.add(entry)
+        else:
+            self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        self._vacate(entry)
+        entry.adapter = None
+
+
+def _shown(names) -> str:
+    """A few of the names, for a message."""
+    names = sorted(names)
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{names[:_NAMES_SHOWN]}{more}" if names else "none"

@@ -1,0 +1,389 @@
+"""The pool of adapters on its own: no device, and a list in place of the bank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lora_moe_jax import AdapterError
+from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair
+from lora_moe_jax.adapters.pool import AdapterPool, Entry
+
+
+def adapter(rank: int = 1) -> Adapter:
+    one = np.ones((1, rank, 2), np.float32)
+    pair = LoraPair(one, one, np.ones(1, np.float32), np.full(1, rank, np.int32))
+    name = "model.layers.0.self_attn.q_proj"
+    return Adapter({name: pair}, "module", AdapterConfig(r=rank, target_modules=("q_proj",)))
+
+
+class Written(list):
+    """What is in each slot, as `write` left it."""
+
+    def __call__(self, slot: int, adapter: Adapter) -> None:
+        self[slot] = adapter
+
+
+def make(slots: int, names: str = "") -> tuple[AdapterPool, Written, dict[str, Entry]]:
+    """A pool with an adapter for each letter."""
+    written = Written([None] * slots)
+    pool = AdapterPool(slots, written)
+    return pool, written, {name: pool.add(name, adapter()) for name in names}
+
+
+def run(pool: AdapterPool, entry: Entry) -> bool:
+    """A request that is admitted at once, if it can be."""
+    pool.begin(entry)
+    return pool.acquire(entry)
+
+
+def stop(pool: AdapterPool, entry: Entry) -> None:
+    pool.release(entry)
+    pool.end(entry)
+
+
+def slots(entries: dict[str, Entry]) -> dict[str, int]:
+    return {name: entry.slot for name, entry in entries.items() if entry.slot is not None}
+
+
+# ---- slots ---------------------------------------------------------------------------------------
+def test_free_slots_are_filled_in_order_and_then_no_more():
+    pool, written, entries = make(2, "abc")
+    assert slots(entries) == {"a": 0, "b": 1}
+    assert written == [entries["a"].adapter, entries["b"].adapter]
+    assert (pool.resident, pool.free, pool.loads, pool.evictions) == (2, 0, 2, 0)
+    assert [info.slot for info in pool] == [0, 1, None]
+
+
+def test_the_least_recently_used_makes_room():
+    pool, written, entries = make(2, "abcd")
+    assert run(pool, entries["a"])
+    stop(pool, entries["a"])
+    assert run(pool, entries["c"])
+    assert slots(entries) == {"a": 0, "c": 1}
+    stop(pool, entries["c"])
+    assert run(pool, entries["d"]), "a is older than c now"
+    assert slots(entries) == {"d": 0, "c": 1}
+    assert written == [entries["d"].adapter, entries["c"].adapter]
+    assert (pool.loads, pool.evictions) == (4, 2)
+
+
+def test_the_end_of_a_request_is_a_use_too():
+    pool, _, entries = make(2, "abc")
+    assert run(pool, entries["a"]) and run(pool, entries["b"])
+    stop(pool, entries["b"])
+    stop(pool, entries["a"])
+    assert run(pool, entries["c"]) and slots(entries) == {"a": 0, "c": 1}
+
+
+def test_nobody_takes_the_slot_of_a_running_request():
+    pool, _, entries = make(2, "abc")
+    assert run(pool, entries["a"]) and run(pool, entries["a"]) and run(pool, entries["b"])
+    assert not run(pool, entries["c"])
+    stop(pool, entries["a"])
+    assert not pool.acquire(entries["c"]), "another request still runs with a"
+    stop(pool, entries["a"])
+    assert pool.acquire(entries["c"]) and slots(entries) == {"b": 1, "c": 0}
+
+
+def test_a_request_that_only_waits_keeps_no_slot():
+    pool, _, entries = make(1, "ab")
+    pool.begin(entries["a"])
+    assert run(pool, entries["b"]) and entries["a"].slot is None
+    stop(pool, entries["b"])
+    assert pool.acquire(entries["a"])
+
+
+# ---- versions ------------------------------------------------------------------------------------
+def test_replacing_an_idle_adapter_takes_its_slot():
+    pool, written, entries = make(2, "ab")
+    old, new = entries["a"], pool.add("a", adapter(3))
+    assert (new.info.version, new.info.rank, new.slot) == (2, 3, 0)
+    assert old.slot is None and old.adapter is None
+    assert written[0] is new.adapter and pool.evictions == 0
+    assert [info.name for info in pool] == ["a", "b"]
+
+
+def test_requests_keep_the_version_they_began_with():
+    pool, written, entries = make(2, "a")
+    old = entries["a"]
+    assert run(pool, old)
+    pool.begin(old)  # another one waits
+    new = pool.add("a", adapter())
+    assert pool.get("a") is new and (old.slot, new.slot) == (0, 1)
+    assert pool.host_bytes == old.info.nbytes + new.info.nbytes
+    stop(pool, old)
+    assert old.adapter is not None and old.slot == 0
+    assert run(pool, new) and run(pool, pool.add("b", adapter()))
+    assert old.slot is None and old.adapter is not None, "evicted while a request waits with it"
+    stop(pool, pool.get("b"))
+    assert pool.acquire(old), "and it comes back"
+    assert written[old.slot] is old.adapter
+    stop(pool, old)
+    assert old.slot is None and old.adapter is None
+    assert pool.host_bytes == sum(info.nbytes for info in pool)
+
+
+def test_versions_count_on_after_unloading():
+    pool, _, _ = make(1, "a")
+    pool.remove("a")
+    assert pool.add("a", adapter()).info.version == 2
+    assert pool.add("b", adapter()).info.version == 1
+
+
+# ---- unloading -----------------------------------------------------------------------------------
+def test_unloading_refuses_while_a_request_waits_or_runs():
+    pool, _, entries = make(1, "a")
+    pool.begin(entries["a"])
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="in use") as caught:
+            pool.remove("a")
+        assert "finish" in caught.value.hint and caught.value.found == "1 unfinished request(s)"
+        pool.acquire(entries["a"])
+    stop(pool, entries["a"])
+    pool.remove("a")
+    assert pool.free == 1 and pool.host_bytes == 0 and list(pool) == []
+
+
+def test_unloading_that_lets_requests_finish():
+    pool, _, entries = make(2, "ab")
+    old = entries["a"]
+    run(pool, old)
+    pool.pin("a")
+    pool.remove("a", "finish")
+    with pytest.raises(AdapterError, match="no adapter of this name"):
+        pool.get("a")
+    assert old.slot == 0 and old.adapter is not None and not old.info.pinned
+    new = pool.add("a", adapter())
+    assert new.info.version == 2 and new.slot is None
+    stop(pool, old)
+    assert old.slot is None and old.adapter is None and pool.free == 1
+    pool.remove("b", "finish")
+    assert pool.free == 2, "nobody used it"
+
+
+@pytest.mark.parametrize("way", ["", "wait", None, 3])
+def test_no_other_way_of_unloading(way):
+    pool, _, _ = make(1, "a")
+    with pytest.raises(AdapterError) as caught:
+        pool.remove("a", way)
+    assert caught.value.key == "when_busy" and "finish" in str(caught.value.expected)
+    assert pool.get("a")
+
+
+# ---- pins ----------------------------------------------------------------------------------------
+def test_a_pinned_adapter_is_resident_and_stays():
+    pool, _, entries = make(2, "abcd")
+    assert pool.pin("c").pinned and entries["c"].slot == 0, "a was used before b"
+    for name in "abdab":
+        assert run(pool, entries[name])
+        stop(pool, entries[name])
+    assert entries["c"].slot == 0
+    assert pool.pin("c") == entries["c"].info, "again changes nothing"
+    assert not pool.unpin("c").pinned and not pool.unpin("c").pinned
+    assert run(pool, entries["a"]) and run(pool, entries["b"]) and entries["c"].slot is None
+
+
+def test_one_slot_is_never_pinned():
+    pool, _, entries = make(2, "abc")
+    pool.pin("a")
+    with pytest.raises(AdapterError, match="too many adapters are pinned") as caught:
+        pool.pin("c")
+    assert "unpin_adapter one of ['a']" in caught.value.hint
+    assert "max_adapters" in caught.value.hint
+    assert slots(entries) == {"a": 0, "b": 1}
+    only, _, _ = make(1, "a")
+    with pytest.raises(AdapterError, match="too many"):
+        only.pin("a")
+
+
+def test_pinning_needs_a_slot_that_nobody_uses():
+    pool, _, entries = make(3, "abcd")
+    pool.pin("a")
+    run(pool, entries["b"]), run(pool, entries["c"])
+    with pytest.raises(AdapterError, match="no slot can be had") as caught:
+        pool.pin("d")
+    assert "close streams" in caught.value.hint and "['a']" in caught.value.hint
+    assert entries["d"].slot is None and not entries["d"].info.pinned
+    stop(pool, entries["b"])
+    assert pool.pin("d").slot == entries["d"].slot == 1
+
+
+def test_a_new_version_inherits_the_pin():
+    pool, _, entries = make(3, "abc")
+    pool.pin("a")
+    run(pool, entries["a"]), run(pool, entries["b"])
+    new = pool.add("a", adapter())
+    assert new.info.pinned and new.slot == 2, "c made room"
+    assert not entries["a"].info.pinned and entries["a"].slot == 0
+    run(pool, new)
+    newest = pool.add("a", adapter())
+    assert newest.info.pinned and newest.slot is None, "there was none"
+    with pytest.raises(AdapterError, match="no slot can be had"):
+        pool.pin("a")
+    stop(pool, entries["a"])
+    assert pool.acquire(newest) and newest.slot == 0
+
+
+# ---- names ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["", "..", "a/b", None, 3, ["a"]])
+def test_bad_names(name):
+    pool, _, _ = make(1, "a")
+    for call in (pool.get, pool.remove, pool.pin, pool.unpin):
+        with pytest.raises(AdapterError, match="cannot name an adapter"):
+            call(name)
+
+
+def test_unknown_names_are_told_a_few_that_are_known():
+    pool, _, _ = make(1)
+    with pytest.raises(AdapterError) as caught:
+        pool.get("x")
+    assert caught.value.expected == "one of none"
+    for i in range(1000):
+        pool.add(f"a{i}", adapter())
+    for call in (pool.get, pool.remove, pool.pin, pool.unpin):
+        with pytest.raises(AdapterError, match="no adapter of this name") as caught:
+            call("x")
+        assert "'a0'" in caught.value.expected and "and 992 more" in caught.value.expected
+
+
+# ---- anything in any order -----------------------------------------------------------------------
+NAMES = st.sampled_from("abcdef")
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Everything the engine may do to a pool of three slots."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool, self.written, _ = make(3)
+        self.current: dict[str, Entry] = {}
+        self.versions: dict[str, int] = {}
+        self.every: list[Entry] = []
+        self.waiting: list[Entry] = []
+        self.running: list[Entry] = []
+        self.kept: dict[Entry, int] = {}  # slots that may not be taken away
+
+    def begun(self, entry: Entry) -> bool:
+        return entry in self.waiting or entry in self.running
+
+    @rule(name=NAMES, rank=st.integers(1, 3))
+    def load(self, name, rank):
+        pinned = name in self.current and self.current[name].info.pinned
+        entry = self.pool.add(name, adapter(rank))
+        self.versions[name] = self.versions.get(name, 0) + 1
+        info = entry.info
+        assert (info.name, info.version, info.rank) == (name, self.versions[name], rank)
+        assert info.pinned == pinned
+        self.current[name] = entry
+        self.every.append(entry)
+
+    @rule(name=NAMES, when_busy=st.sampled_from(["refuse", "finish"]))
+    def unload(self, name, when_busy):
+        entry = self.current.get(name)
+        if entry is None or (when_busy == "refuse" and self.begun(entry)):
+            with pytest.raises(AdapterError):
+                self.pool.remove(name, when_busy)
+        else:
+            self.pool.remove(name, when_busy)
+            del self.current[name]
+
+    @rule(name=NAMES)
+    def pin(self, name):
+        entry = self.current.get(name)
+        others = [e for e in self.current.values() if e.info.pinned and e is not entry]
+        held = self.held()
+        if entry is None or len(others) == 2 or (entry.slot is None and len(held) == 3):
+            before = list(self.pool)
+            with pytest.raises(AdapterError):
+                self.pool.pin(name)
+            assert list(self.pool) == before
+        else:
+            info = self.pool.pin(name)
+            assert info.pinned and info.slot is not None
+
+    @precondition(lambda self: self.current)
+    @rule(data=st.data())
+    def unpin(self, data):
+        name = data.draw(st.sampled_from(sorted(self.current)))
+        assert not self.pool.unpin(name).pinned
+        self.forget_what_is_no_longer_kept()
+
+    @precondition(lambda self: self.current)
+    @rule(data=st.data())
+    def begin(self, data):
+        entry = self.pool.get(data.draw(st.sampled_from(sorted(self.current))))
+        self.pool.begin(entry)
+        self.waiting.append(entry)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def acquire(self, data):
+        entry = self.waiting[data.draw(st.integers(0, len(self.waiting) - 1))]
+        expected = entry.slot is not None or len(self.held()) < 3
+        idle = [e for e in self.every if e.slot is not None and e not in self.held()]
+        oldest = min(idle, key=lambda e: e.last_used, default=None)
+        evicts = entry.slot is None and self.pool.free == 0 and expected
+        assert self.pool.acquire(entry) == expected
+        if expected:
+            self.waiting.remove(entry)
+            self.running.append(entry)
+        for other in idle:
+            assert (other.slot is None) == (evicts and other is oldest)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data):
+        entry = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        stop(self.pool, entry)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel_waiting(self, data):
+        entry = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        self.pool.end(entry)
+
+    def held(self) -> set[Entry]:
+        """Those with a slot that is not to be had."""
+        pinned = {e for e in self.current.values() if e.info.pinned and e.slot is not None}
+        return pinned | set(self.running)
+
+    def forget_what_is_no_longer_kept(self):
+        held = self.held()
+        self.kept = {entry: slot for entry, slot in self.kept.items() if entry in held}
+
+    @invariant()
+    def slots_add_up(self):
+        resident = [entry for entry in self.every if entry.slot is not None]
+        assert len({entry.slot for entry in resident}) == len(resident) == self.pool.resident
+        assert self.pool.free + self.pool.resident == 3
+        for entry in resident:
+            assert self.written[entry.slot] is entry.adapter
+
+    @invariant()
+    def what_is_held_keeps_its_slot(self):
+        self.forget_what_is_no_longer_kept()
+        for entry, slot in self.kept.items():
+            assert entry.slot == slot
+        self.kept = {entry: entry.slot for entry in self.held()}
+        assert None not in self.kept.values()
+        assert sum(info.pinned for info in self.pool) < 3
+
+    @invariant()
+    def only_what_may_be_needed_is_kept(self):
+        needed = [e for e in self.every if self.current.get(e.info.name) is e or self.begun(e)]
+        for entry in self.every:
+            assert (entry.adapter is not None) == (entry in needed)
+            assert entry.requests == (self.waiting + self.running).count(entry)
+            assert entry.running == self.running.count(entry)
+        assert self.pool.host_bytes == sum(entry.adapter.nbytes for entry in needed)
+        names = {info.name: info for info in self.pool}
+        assert names == {name: entry.info for name, entry in self.current.items()}
+        assert all(info.version == self.versions[name] for name, info in names.items())
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
