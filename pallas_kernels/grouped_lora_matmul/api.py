@@ -8,7 +8,6 @@ R the bank's rank, g(t) the group of row t, a(t) its adapter slot.
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.implementation import implementation_module
 
 
 class Lora(NamedTuple):
@@ -136,12 +136,7 @@ def _platform_implementation() -> str:
 
 
 def _module(implementation: str) -> ModuleType:
-    if implementation == "mosaic_gpu" and jax.__version_info__ < (0, 11):
-        raise NotImplementedError(
-            f"implementation='mosaic_gpu' needs jax 0.11 or later, this is {jax.__version__}"
-        )
-    # Imported when first used: a backend needs parts of jax that others do not have.
-    return importlib.import_module(f"pallas_kernels.grouped_lora_matmul.{implementation}")
+    return implementation_module("pallas_kernels.grouped_lora_matmul", implementation)
 
 
 def lora_matmul(

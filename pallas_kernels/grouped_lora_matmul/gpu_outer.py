@@ -18,10 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_lora_matmul.gpu_memory import overlaid, two_views, views_of
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import PROGRAMS
-from pallas_kernels.grouped_lora_matmul.gpu_store import whole_lines
+from pallas_kernels.hopper.machine import PROGRAMS
+from pallas_kernels.hopper.memory import overlaid, two_views, views_of
+from pallas_kernels.hopper.store import whole_lines
 
 ROWS = 64  # rows of one step
 FEATURES = 256  # features of one unit

@@ -33,13 +33,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import Gate, gated
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_memory import drain, views_of
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import K_STEP, ProductLayout
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
-from pallas_kernels.grouped_lora_matmul.gpu_store import store_rows, whole_lines
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
+from pallas_kernels.hopper.accumulate import continued
+from pallas_kernels.hopper.memory import drain, views_of
+from pallas_kernels.hopper.store import store_rows, whole_lines
 
 
 class Terms(NamedTuple):
@@ -426,7 +427,7 @@ class _Kernel:
             self.low_rank_steps(warpgroup, accumulators, rows, steps, step)
 
         old = [sums[i][p] for i, p in places]
-        new = _continued(old, products, layout.interpreted)
+        new = continued(old, products, layout.interpreted)
         whole = (first == 0) & (stop == layout.chunk)
 
         def chosen():
@@ -472,17 +473,3 @@ class _Kernel:
             plgpu.commit_smem()
             column = tile.feature + (warpgroup * s.blocks + block) * 64
             store_rows(buffer, self.y, tile.row + begin, count, rows, pl.ds(column, 64))
-
-
-def _continued(totals, add, interpreted: bool):
-    """The totals after add(accumulators), which start with them."""
-    if not interpreted:
-        return pl.run_state(add)([plgpu.ACC.init(total) for total in totals])
-
-    # The interpreter's accumulators start with zeros.
-    def added(*accumulators):
-        add(accumulators)
-        return tuple(accumulator[...] for accumulator in accumulators)
-
-    sums = pl.run_scoped(added, *[plgpu.ACC(total.shape) for total in totals])
-    return [total + its for total, its in zip(totals, sums, strict=True)]

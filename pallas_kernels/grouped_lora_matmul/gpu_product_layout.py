@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_lora_matmul.gpu_memory import overlaid, two_views
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     CHUNK,
     LINE,
@@ -18,6 +17,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     words_of_rows,
     words_of_tile,
 )
+from pallas_kernels.hopper.memory import overlaid, two_views
 
 K_STEP = 64  # columns of one stage: 128 bytes, the widest swizzle
 

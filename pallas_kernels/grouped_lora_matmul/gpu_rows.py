@@ -19,11 +19,11 @@ from jax import lax
 
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     PIECE,
-    PROGRAMS,
     TILE_WORDS,
     tile_height,
     tiles_together,
 )
+from pallas_kernels.hopper.machine import PROGRAMS
 
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
 FEW_ROWS = 2048  # up to here all pairs of rows are compared, for everything

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-PROGRAMS = 132  # multiprocessors of an H100 or H200
-SHARED_MEMORY = 227 * 1024 - 1024  # bytes a program may use, less its barriers
+from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
+
 ARRAY = 1024  # bytes of shared memory that every array takes a multiple of
 CHUNK = 32  # rows added and stored at once
 TILES = 2  # tiles whose words are in shared memory

@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_memory import overlaid, two_views, views_of
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, group_of, slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     PIECE,
@@ -28,7 +27,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     ShrinkSchedule,
     packed_columns,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_store import store_rows
+from pallas_kernels.hopper.memory import overlaid, two_views, views_of
+from pallas_kernels.hopper.store import store_rows
 
 
 @functools.partial(

@@ -18,12 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Listing, Route, group_of, route_of_listing
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
-    PROGRAMS,
-    SHARED_MEMORY,
     TILE_WORDS,
     tile_height,
     tiles_together,
 )
+from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
 
 WIDEST = 128  # elements of a line of a row: a copy's box may not be wider than 256,
 MOST_LINES = 256  # nor have more lines

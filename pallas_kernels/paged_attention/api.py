@@ -6,11 +6,15 @@ C latent width, E rotary width. A request's position p lives in page `page_table
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementation import implementation_module
 from pallas_kernels.paged_attention import xla
+
+IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 
 
 class PageView(NamedTuple):
@@ -47,6 +51,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "tokens heads v_width"]:
     """Each token attends to positions 0..its own of its request (the last `sliding_window` only).
 
@@ -56,8 +61,17 @@ def paged_attention(
     Exactness: keys are taken in blocks of a fixed size in position order, so a token's bits depend
     on its own request alone, not on the batch, the chunk it came in, or the page numbers.
     Isolation: positions outside the token's view are selected away, whatever they hold.
+
+    Args:
+      implementation: "xla" (also for None) or "mosaic_gpu", which has run in the interpreter alone.
+        Their bits differ.
+
+    Raises:
+      NotImplementedError: an implementation that cannot serve these shapes.
     """
-    return xla.paged_attention(q, k_pages, v_pages, view, scale, sliding_window)
+    return _backend(implementation).paged_attention(
+        q, k_pages, v_pages, view, scale, sliding_window
+    )
 
 
 def paged_latent_attention(
@@ -68,10 +82,19 @@ def paged_latent_attention(
     view: PageView,
     *,
     scale: float,
+    implementation: str | None = None,
 ) -> Float[Array, "tokens heads latent"]:
     """Absorbed multi-head latent attention: scores and values both come from the cached latent.
 
     score = (q_latent · latent + q_rope · rope) · scale; the result is the attention-weighted
     latent of each head. Same contract as `paged_attention`.
     """
-    return xla.paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale)
+    return _backend(implementation).paged_latent_attention(
+        q_latent, q_rope, latent_pages, rope_pages, view, scale
+    )
+
+
+def _backend(implementation: str | None) -> ModuleType:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise NotImplementedError(f"{implementation=} is not one of {IMPLEMENTATIONS}")
+    return implementation_module("pallas_kernels.paged_attention", implementation or "xla")

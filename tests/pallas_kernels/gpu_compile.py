@@ -32,6 +32,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels import PageView, paged_attention, paged_latent_attention
     from pallas_kernels.grouped_lora_matmul import mosaic_gpu
     from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
     from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
@@ -86,6 +87,23 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
             return outer_kernel(low, columns, right, 0, right.shape[1], Runs(*runs), dtype)
 
         return function, (low, right, *(number(slots * groups),) * 4)
+
+    # Of Qwen3-30B-A3B and of DeepSeek-V3, whatever the experts' shape.
+    view = number(tokens), number(tokens), number(64, 256)
+
+    def attention(q, k, v, *view):
+        return paged_attention(q, k, v, PageView(*view), scale=0.1, implementation="mosaic_gpu")
+
+    def latent_attention(q, q_rope, latent, rope, *view):
+        return paged_latent_attention(
+            q, q_rope, latent, rope, PageView(*view), scale=0.1, implementation="mosaic_gpu"
+        )
+
+    cache = array(1024, 16, 4, 128)
+    yield "attention", attention, (array(tokens, 32, 128), cache, cache, *view)
+    queries = [array(tokens, 128, width) for width in (512, 64)]
+    pages = [array(1024, 64, width) for width in (512, 64)]
+    yield "latent attention", latent_attention, (*queries, *pages, *view)
 
     yield "outer", *outer(array(rows, hidden), 2, jnp.bfloat16)
     yield "outer of scalings", *outer(array(rows, rank), 1, jnp.float32)

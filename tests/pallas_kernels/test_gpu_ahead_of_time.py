@@ -24,7 +24,9 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 10
+CALLS = 13
+# Descriptors of its 18 lines, kept for the loop: beside 576 columns of keys 30 loads do not count.
+MAY_SPILL = {"latent attention": 256}  # bytes
 SPILL = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -53,12 +55,15 @@ def check(reports):
         assert report["kernels"] == 1, report
         spills = SPILL.findall(said)
         assert len(spills) == 1, said
-        assert spills == [("0", "0")], (report, said)
+        most = MAY_SPILL.get(report["call"], 0)
+        assert all(int(count) <= most for count in spills[0]), (report, said)
         assert "serialized" not in said, (report, said)
 
 
 def test_decode():
-    check(compile_all("qwen3-30b-a3b", DECODE_TOKENS, 16, "gate_up gated,shrink"))
+    check(
+        compile_all("qwen3-30b-a3b", DECODE_TOKENS, 16, "gate_up gated,shrink,dispatch,attention")
+    )
 
 
 def test_prefill():

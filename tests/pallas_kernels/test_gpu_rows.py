@@ -23,10 +23,10 @@ from pallas_kernels.grouped_lora_matmul.gpu_rows import (
 )
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     PIECE,
-    PROGRAMS,
     tile_height,
     tiles_together,
 )
+from pallas_kernels.hopper.machine import PROGRAMS
 
 UNREAD_PIECES = 4 * PROGRAMS  # up to so many rows nobody reads the pieces
 

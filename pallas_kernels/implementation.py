@@ -1,0 +1,21 @@
+"""Modules of one operation for different compilers, imported when first used."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import jax
+
+
+def implementation_module(package: str, implementation: str) -> ModuleType:
+    """The module `package.implementation`; a module needs parts of jax that others do not have.
+
+    Raises:
+      NotImplementedError: this jax is too old for it.
+    """
+    if implementation == "mosaic_gpu" and jax.__version_info__ < (0, 11):
+        raise NotImplementedError(
+            f"implementation='mosaic_gpu' needs jax 0.11 or later, this is {jax.__version__}"
+        )
+    return importlib.import_module(f"{package}.{implementation}")

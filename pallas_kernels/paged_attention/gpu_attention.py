@@ -1,0 +1,483 @@
+"""The Hopper kernel of paged attention: one pass over a request's cache, in order of position.
+
+A unit is a tile of tokens of one request and the query heads that share keys and values: 64 rows of
+(token, head), which read the cache once together. Grouped heads and latents differ only in what a
+position's columns are: lines of 64, of which the first are keys and some (the latent's own, or
+those after the keys) are values.
+
+    for each block of 64 positions:
+        S = Q · Kᵀ                 [64 rows, 64 positions]
+        P = exp2(S - maximum)      rounded to the cache's dtype
+        O = O · correction + P · V
+
+Every row's numbers are its own: blocks come in order of position from the first, and one that lies
+wholly past a row's position (or before its window) changes no bit of it. So bits do not depend on
+the tile, the chunk or the batch. Values of positions that no row of the tile sees are set to zero,
+as they may be anything, and 0 x NaN is NaN.
+
+With many columns of values two warpgroups share them; both compute S and P, which costs less than
+sending them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.accumulate import continued
+from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
+from pallas_kernels.hopper.memory import drain, overlaid, views_of
+from pallas_kernels.hopper.store import store_rows, whole_lines
+from pallas_kernels.paged_attention.gpu_tiles import TILE_WORDS, token_tiles
+
+ROWS = 64  # (token, head) pairs of a unit
+BLOCK = 64  # positions of a step: part of the contract, as it decides the order of sums
+LINE = 64  # columns of a copy: 128 bytes, the widest swizzle
+LINE_BYTES = 128 * BLOCK
+LINES_OF_CONSUMER = 4  # of values: more do not fit into a warpgroup's registers
+MOST_STAGES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Static sizes of one kernel.
+
+    Attributes:
+      heads: query heads. kv_heads: heads of the cache.
+      lines: lines of a position in each cache.
+      key_lines: how many of them, from the first, are keys. first_value, value_lines: those that
+        are values.
+      page: positions of a page. window: how many positions a token sees, its own included.
+    """
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    lines: tuple[int, ...]
+    key_lines: int
+    first_value: int
+    value_lines: int
+    page: int
+    window: int | None
+    scale: float
+    interpreted: bool
+
+    @property
+    def units_of_head(self) -> int:
+        """Units that share a head of the cache, where more than 64 query heads do."""
+        return -(-self.heads // self.kv_heads // ROWS)
+
+    @property
+    def parts(self) -> int:
+        """Units of a tile of tokens."""
+        return self.kv_heads * self.units_of_head
+
+    @property
+    def group(self) -> int:
+        """Query heads of a unit."""
+        return self.heads // self.parts
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a unit."""
+        return ROWS // self.group
+
+    @property
+    def copy(self) -> int:
+        """Positions of one copy: a page, or the part of it that a block has."""
+        return min(self.page, BLOCK)
+
+    @property
+    def consumers(self) -> int:
+        return -(-self.value_lines // LINES_OF_CONSUMER)
+
+    @property
+    def stages(self) -> int:
+        fixed = max(self.key_lines, self.value_lines) * LINE_BYTES
+        return min(MOST_STAGES, (SHARED_MEMORY - fixed) // (sum(self.lines) * LINE_BYTES))
+
+    def name(self) -> str:
+        columns = f"k{self.key_lines * LINE}_v{self.value_lines * LINE}"
+        return f"paged_attention_h{self.heads}_g{self.kv_heads}_{columns}"
+
+
+def grouped_sizes(q, k_pages, v_pages, scale, window, interpreted=False) -> Sizes:
+    """Of `api.paged_attention`."""
+    keys, values = k_pages.shape[3] // LINE, v_pages.shape[3] // LINE
+    return Sizes(
+        *q.shape[:2],
+        kv_heads=k_pages.shape[2],
+        lines=(keys, values),
+        key_lines=keys,
+        first_value=keys,
+        value_lines=values,
+        page=k_pages.shape[1],
+        window=window,
+        scale=scale,
+        interpreted=interpreted,
+    )
+
+
+def latent_sizes(q_latent, latent_pages, rope_pages, scale, interpreted=False) -> Sizes:
+    """Of `api.paged_latent_attention`: the latents are keys, with the rotary part, and values."""
+    latent, rope = latent_pages.shape[2] // LINE, rope_pages.shape[2] // LINE
+    return Sizes(
+        *q_latent.shape[:2],
+        kv_heads=1,
+        lines=(latent, rope),
+        key_lines=latent + rope,
+        first_value=0,
+        value_lines=latent,
+        page=latent_pages.shape[1],
+        window=None,
+        scale=scale,
+        interpreted=interpreted,
+    )
+
+
+def attention_kernel(sizes: Sizes, q, caches, view):
+    """Attends.
+
+    Args:
+      q: [T, H, columns of all keys]. caches: [P, page, heads of the cache, columns], one for each
+        of the sizes' lines.
+
+    Returns:
+      [T, H, columns of the values] in q's dtype.
+    """
+    s = sizes
+    # Rows of a unit's heads together, so that those of a tile follow each other.
+    rows_of_part = s.tokens * s.group
+    q = q.reshape(s.tokens, s.parts, s.group, -1).swapaxes(0, 1)
+    q = q.reshape(s.parts, rows_of_part, -1)
+    tiled = (plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(128))
+    stored = (plgpu.TilingTransform((1, LINE)), plgpu.SwizzleTransform(128))
+    programs = min(PROGRAMS, s.tokens * s.parts)
+    scratch = dict(
+        # The result takes the place of the queries.
+        q_stage=overlaid(
+            [plgpu.SMEM((s.key_lines, ROWS, LINE), q.dtype, transforms=tiled)],
+            [plgpu.SMEM((s.value_lines, ROWS, LINE), q.dtype, transforms=stored)],
+            interpreted=s.interpreted,
+        ),
+        stages=plgpu.SMEM((s.stages, sum(s.lines), BLOCK, LINE), q.dtype, transforms=tiled),
+        q_full=plgpu.Barrier(num_arrivals=s.key_lines),
+        scored=plgpu.Barrier(num_arrivals=s.consumers),
+        stored=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=1),
+        full=plgpu.Barrier(num_arrivals=(BLOCK // s.copy) * sum(s.lines), num_barriers=s.stages),
+        empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
+    )
+    if s.interpreted:
+        # The interpreter multiplies only what is in shared memory.
+        scratch["weights"] = plgpu.SMEM((s.consumers, ROWS, BLOCK), q.dtype)
+    kernel = plgpu.kernel(
+        functools.partial(_body, s, programs, len(caches)),
+        out_type=jax.ShapeDtypeStruct(
+            (s.parts, rows_of_part, whole_lines(s.value_lines * LINE, LINE)), q.dtype
+        ),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=s.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        kernel_name=s.name(),
+    )
+    y = kernel(*token_tiles(view, s.tile), view.page_tables, q, *caches)
+    y = y[:, :, : s.value_lines * LINE].reshape(s.parts, s.tokens, s.group, -1)
+    return y.swapaxes(0, 1).reshape(s.tokens, s.heads, -1)
+
+
+def _body(
+    sizes: Sizes, programs: int, cache_count: int, count, words, page_tables, q, *refs, **scratch
+):
+    caches, y = refs[:cache_count], refs[cache_count]
+    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    units = count[0] * sizes.parts
+    mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
+    kernel = _Kernel(sizes, words, page_tables, q, caches, y, **scratch)
+
+    def unit_at(i):
+        return kernel.unit_at(program + i * programs)
+
+    @pl.when(warpgroup == sizes.consumers)
+    def _memory():
+        if sizes.consumers > 1:
+            plgpu.set_max_registers(40, action="decrease")
+
+        def load(i, step):
+            return kernel.load_unit(unit_at(i), step)
+
+        steps = lax.fori_loop(0, mine, load, jnp.int32(0))
+        drain(kernel.empty, steps, sizes.stages)
+
+    @pl.when(warpgroup < sizes.consumers)
+    def _compute():
+        if sizes.consumers > 1:
+            plgpu.set_max_registers(232, action="increase")
+
+        def compute(i, step):
+            return kernel.compute_unit(unit_at(i), i, step, warpgroup)
+
+        lax.fori_loop(0, mine, compute, jnp.int32(0))
+        pl.when(warpgroup == 0)(lambda: drain(kernel.stored, mine, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """A tile of tokens and a part of the heads; it sees blocks [first_block, end_block)."""
+
+    part: jax.Array
+    token: jax.Array
+    tokens: jax.Array
+    request: jax.Array
+    position: jax.Array
+    first: jax.Array  # the first position that its first token sees
+    first_block: jax.Array
+    end_block: jax.Array
+
+    @property
+    def last(self):
+        """The position of the last token."""
+        return self.position + self.tokens - 1
+
+
+class _Kernel:
+    """The two roles of a program, over the kernel's references."""
+
+    def __init__(
+        self,
+        sizes,
+        words,
+        page_tables,
+        q,
+        caches,
+        y,
+        q_stage,
+        stages,
+        q_full,
+        scored,
+        stored,
+        full,
+        empty,
+        weights=None,
+    ):
+        self.sizes, self.words, self.page_tables = sizes, words, page_tables
+        self.q, self.caches, self.y = q, caches, y
+        (self.q_stage,), (self.out,) = views_of(q_stage, 1, 1, interpreted=sizes.interpreted)
+        self.stages, self.weights = stages, weights
+        self.q_full, self.scored, self.stored = q_full, scored, stored
+        self.full, self.empty = full, empty
+
+    def unit_at(self, index) -> _Unit:
+        s = self.sizes
+        tile = lax.div(index, jnp.int32(s.parts))
+        token, tokens, request, position = (
+            self.words[tile * TILE_WORDS + word] for word in range(TILE_WORDS)
+        )
+        first = jnp.int32(0) if s.window is None else jnp.maximum(position - s.window + 1, 0)
+        end = lax.div(position + tokens + (BLOCK - 1), jnp.int32(BLOCK))
+        return _Unit(
+            part=lax.rem(index, jnp.int32(s.parts)),
+            token=token,
+            tokens=tokens,
+            request=request,
+            position=position,
+            first=first,
+            first_block=lax.div(first, jnp.int32(BLOCK)),
+            end_block=jnp.where(request >= 0, end, 0),
+        )
+
+    def stage_of(self, step):
+        return lax.rem(step, jnp.int32(self.sizes.stages))
+
+    # The memory warpgroup.
+
+    def load_unit(self, unit: _Unit, step):
+        s = self.sizes
+
+        def load(block, state):
+            pages, step = state
+            # Read now, needed for the next block.
+            following = self.pages_of(unit, block + 1)
+            stage = self.stage_of(step)
+
+            @pl.when(step >= s.stages)
+            def _wait():
+                plgpu.barrier_wait(self.empty.at[stage])
+
+            for number, page in enumerate(pages):
+                self.load_page(unit, block, number, page, stage)
+            return following, step + 1
+
+        start = self.pages_of(unit, unit.first_block), step
+        return lax.fori_loop(unit.first_block, unit.end_block, load, start)[1]
+
+    def pages_of(self, unit: _Unit, block):
+        """The pages of a block; past the last position, where entries mean nothing, the last."""
+        s, request = self.sizes, jnp.maximum(unit.request, 0)
+        last = lax.div(unit.last, jnp.int32(s.page))
+        starts = [block * BLOCK + number * s.copy for number in range(BLOCK // s.copy)]
+        return tuple(
+            self.page_tables[request, jnp.minimum(lax.div(start, jnp.int32(s.page)), last)]
+            for start in starts
+        )
+
+    def load_page(self, unit: _Unit, block, number, page, stage):
+        s = self.sizes
+        inside = lax.rem(block * BLOCK + number * s.copy, jnp.int32(s.page))
+        positions = pl.ds(pl.multiple_of(inside, s.copy), s.copy)
+        head = lax.div(unit.part, jnp.int32(s.units_of_head))
+        rows = pl.ds(number * s.copy, s.copy)
+        lines = [
+            (cache, i) for cache, n in zip(self.caches, s.lines, strict=True) for i in range(n)
+        ]
+        for line, (cache, i) in enumerate(lines):
+            plgpu.copy_gmem_to_smem(
+                cache.at[page, positions, head, pl.ds(i * LINE, LINE)],
+                self.stages.at[stage, line, rows],
+                self.full.at[stage],
+            )
+
+    # The consumer warpgroups.
+
+    def compute_unit(self, unit: _Unit, i, step, warpgroup):
+        s = self.sizes
+        pl.when(warpgroup == 0)(functools.partial(self.load_queries, unit, i))
+        plgpu.barrier_wait(self.q_full)
+        of_row = plgpu.Layout.WGMMA.reduce(1)
+        start = (
+            plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), of_row),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), of_row),
+            tuple(
+                plgpu.layout_cast(jnp.zeros((ROWS, LINE), jnp.float32), plgpu.Layout.WGMMA)
+                for _ in range(s.value_lines // s.consumers)
+            ),
+            step,
+        )
+        attend = functools.partial(self.attend, unit, self.positions_of_rows(unit), warpgroup)
+        _, total, sums, step = lax.fori_loop(unit.first_block, unit.end_block, attend, start)
+        # Nobody reads the queries any more.
+        plgpu.barrier_arrive(self.scored)
+        plgpu.barrier_wait(self.scored)
+        self.store(unit, warpgroup, total, sums)
+        return step
+
+    def load_queries(self, unit: _Unit, i):
+        @pl.when(i > 0)
+        def _wait():
+            plgpu.barrier_wait(self.stored.at[0])
+
+        for line in range(self.sizes.key_lines):
+            rows = pl.ds(unit.token * self.sizes.group, ROWS)
+            source = self.q.at[unit.part, rows, pl.ds(line * LINE, LINE)]
+            plgpu.copy_gmem_to_smem(source, self.q_stage.at[line], self.q_full)
+
+    def attend(self, unit: _Unit, positions, warpgroup, block, state):
+        maximum, total, sums, step = state
+        stage = self.stage_of(step)
+        plgpu.barrier_wait(self.full.at[stage])
+
+        # Where values are keys too, another warpgroup may read these rows now: as keys of positions
+        # that no row sees, whose scores are selected away.
+        first, stop = unit.first - block * BLOCK, unit.last + 1 - block * BLOCK
+
+        @pl.when((first > 0) | (stop < BLOCK))
+        def _clear_others():
+            self.clear_values(warpgroup, stage, first, stop)
+            plgpu.commit_smem()
+
+        scores = self.masked(positions, block, self.scores(stage))
+        new_maximum = jnp.maximum(maximum, scores.max(axis=1))
+        # Before a row's first visible block the maximum is -inf; keep the arithmetic finite.
+        base = jnp.where(new_maximum == -jnp.inf, jnp.zeros_like(new_maximum), new_maximum)
+        correction = jnp.exp2(maximum - base)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(base, scores.shape, [0]))
+        total = total * correction + weights.sum(axis=1)
+        correction = lax.broadcast_in_dim(correction, (ROWS, LINE), [0])
+        sums = tuple(its * correction for its in sums)
+        sums = self.add_values(warpgroup, stage, weights.astype(self.stages.dtype), sums)
+        plgpu.barrier_arrive(self.empty.at[stage])
+        return new_maximum, total, sums, step + 1
+
+    def scores(self, stage):
+        """Q · Kᵀ, scaled for powers of two."""
+
+        def multiply(accumulator):
+            for line in range(self.sizes.key_lines):
+                plgpu.wgmma(accumulator, self.q_stage.at[line], self.stages.at[stage, line].T)
+            plgpu.wgmma_wait(0)
+            return accumulator[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK)))
+        return scores * (self.sizes.scale * math.log2(math.e))
+
+    def positions_of_rows(self, unit: _Unit):
+        """The position of each row's token."""
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        return unit.position + lax.div(row, jnp.int32(self.sizes.group))
+
+    def masked(self, positions, block, scores):
+        """-inf where a row may not look."""
+        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        last = lax.broadcast_in_dim(positions - block * BLOCK, scores.shape, [0])
+        visible = column <= last
+        if self.sizes.window is not None:
+            visible &= column > last - self.sizes.window
+        return jnp.where(visible, scores, jnp.full_like(scores, -jnp.inf))
+
+    def value_line(self, warpgroup, number):
+        """The line of a stage that has some of a warpgroup's values."""
+        s = self.sizes
+        return s.first_value + warpgroup * (s.value_lines // s.consumers) + number
+
+    def add_values(self, warpgroup, stage, weights, sums):
+        """The sums plus P · V."""
+        left = weights
+        if self.sizes.interpreted:
+            left = self.weights.at[warpgroup]
+            left[...] = weights
+
+        def add(accumulators):
+            for number, accumulator in enumerate(accumulators):
+                values = self.stages.at[stage, self.value_line(warpgroup, number)]
+                plgpu.wgmma(accumulator, left, values)
+            plgpu.wgmma_wait(0)
+
+        return tuple(continued(list(sums), add, self.sizes.interpreted))
+
+    def clear_values(self, warpgroup, stage, first, stop):
+        """Zeroes a warpgroup's values of a block outside of [first, stop)."""
+        for number in range(self.sizes.value_lines // self.sizes.consumers):
+            tile = self.stages.at[stage, self.value_line(warpgroup, number)]
+            values = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
+            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+            seen = (row >= first) & (row < stop)
+            tile[...] = jnp.where(seen, values, jnp.zeros_like(values))
+
+    def store(self, unit: _Unit, warpgroup, total, sums):
+        """The weighted means; zeros for padding tokens."""
+        s = self.sizes
+        total = lax.broadcast_in_dim(total, (ROWS, LINE), [0])
+        lines = [warpgroup * len(sums) + number for number in range(len(sums))]
+        for line, its in zip(lines, sums, strict=True):
+            mean = jnp.where(total > 0, its / total, jnp.zeros_like(its))
+            self.out.at[line][...] = mean.astype(self.out.dtype)
+        plgpu.commit_smem()
+        row, count = unit.token * s.group, unit.tokens * s.group
+        for line in lines:
+            columns = pl.ds(line * LINE, LINE)
+            store_rows(self.out.at[line], self.y.at[unit.part], row, count, ROWS, columns)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.stored.at[0])

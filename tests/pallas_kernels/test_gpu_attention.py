@@ -1,0 +1,205 @@
+"""The Hopper attention kernel in Pallas's interpreter, which also looks for races."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import PageView, paged_attention, paged_latent_attention
+from pallas_kernels.paged_attention import gpu_attention, reference
+from pallas_kernels.paged_attention.gpu_tiles import TILE_WORDS, token_tiles
+from tests.pallas_kernels.gpu_interpreter import interpret
+
+pytestmark = pytest.mark.interpreter
+LENGTHS = (150, 70, 9)  # cached positions of each request: three, two and one blocks
+SCALE = 0.1
+# A decode row past two blocks, a chunk that begins in one block and ends in another, padding.
+BATCH = [(0, 149), (2, 8), *[(1, position) for position in range(60, 70)], (-1, 0), (-1, 0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Heads of the queries and of the cache (0: latents), widths of keys and values."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    v_width: int
+    page: int = 16
+    window: int | None = None
+
+    @functools.cached_property
+    def data(self):
+        """Queries and caches of every request and position."""
+        rng = np.random.default_rng(0)
+        head = (self.kv_heads,) if self.kv_heads else ()
+        width = self.width + (0 if self.kv_heads else self.v_width)
+        shapes = (self.heads, width), (*head, self.width), (*head, self.v_width)
+        return [rng.standard_normal((3, max(LENGTHS), *shape)) for shape in shapes]
+
+    def arguments(self, tokens, seed=0):
+        """q, both caches and the view; whatever nobody may read is NaN."""
+        rng = np.random.default_rng(seed)
+        columns = -(-max(LENGTHS) // self.page)
+        tables = rng.integers(0, 3 * columns, (3, columns)).astype(np.int32)
+        free = list(rng.permutation(3 * columns))
+        for request, length in enumerate(LENGTHS):
+            for column in range(-(-length // self.page)):
+                tables[request, column] = free.pop()
+        request, position = np.array(tokens, np.int32).T
+        q, *caches = self.data
+        q = q[request, position].astype(jnp.bfloat16)
+        q[request < 0] = np.nan
+        pages = [np.full((3 * columns, self.page, *c.shape[2:]), np.nan, q.dtype) for c in caches]
+        for number, length in enumerate(LENGTHS):
+            first = self.first_read(tokens, number)
+            seen = np.arange(first, length)
+            for cache, values in zip(pages, caches, strict=True):
+                cache[tables[number, seen // self.page], seen % self.page] = values[number, seen]
+        return q, *pages, PageView(request, position, tables)
+
+    def first_read(self, tokens, number):
+        """The first position that a request's tokens see."""
+        if self.window is None:
+            return 0
+        positions = [position for request, position in tokens if request == number]
+        return max(0, min(positions, default=0) - self.window + 1)
+
+    @functools.cached_property
+    def kernel(self):
+        if self.kv_heads:
+
+            def run(q, first, second, view):
+                sizes = gpu_attention.grouped_sizes(q, first, second, SCALE, self.window, True)
+                return gpu_attention.attention_kernel(sizes, q, (first, second), view)
+
+        else:
+
+            def run(q, first, second, view):
+                sizes = gpu_attention.latent_sizes(q[..., : self.width], first, second, SCALE, True)
+                caches = (first[:, :, None], second[:, :, None])
+                return gpu_attention.attention_kernel(sizes, q, caches, view)
+
+        return jax.jit(run)
+
+    def run(self, tokens, seed=0):
+        with mock.patch.object(gpu_attention, "PROGRAMS", 2):
+            return interpret(self.kernel, *self.arguments(tokens, seed))
+
+    def expect(self, tokens):
+        q, first, second, view = self.arguments(tokens)
+        if self.kv_heads:
+            return reference.paged_attention(
+                q, first, second, view, scale=SCALE, sliding_window=self.window
+            )
+        q_latent, q_rope = q[..., : self.width], q[..., self.width :]
+        return reference.paged_latent_attention(q_latent, q_rope, first, second, view, scale=SCALE)
+
+
+CASES = {
+    "grouped": Case(8, 2, 64, 64),
+    "wide keys, a group of three": Case(6, 2, 128, 64, page=64),
+    "a window": Case(4, 1, 64, 128, page=8, window=20),
+    "large pages": Case(4, 4, 64, 64, page=128),
+    "latents": Case(4, 0, 64, 64),
+}
+SLOW_CASES = {
+    "latents of DeepSeek-V3": Case(128, 0, 512, 64),
+    "a window over blocks": Case(64, 1, 64, 64, window=100),
+}
+
+
+def check(case: Case, tokens):
+    found, expected = case.run(tokens).astype(np.float64), case.expect(tokens)
+    # Weights and results are rounded to bfloat16.
+    assert np.abs(found - expected).max() <= 2**-6 * max(1, np.abs(expected).max())
+    assert not found[np.array(tokens)[:, 0] < 0].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition(name):
+    check(CASES[name], BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_CASES)
+def test_large_cases_equal_the_definition(name):
+    check(SLOW_CASES[name], BATCH[::3])
+
+
+@pytest.mark.parametrize("name", ["grouped", "a window"])
+def test_bits_do_not_depend_on_the_batch(name):
+    """A chunk at once, split at another place, in another order and other pages; and alone."""
+    case = CASES[name]
+    if case.window is None:
+        tokens = BATCH
+    else:
+        tokens = [token for token in BATCH if token[0] == 1]
+    together = case.run(tokens).view(np.uint16)
+    order = [*range(5, len(tokens)), *range(5)]
+    shuffled = case.run([tokens[i] for i in order], seed=1).view(np.uint16)
+    assert np.array_equal(shuffled, together[order])
+    alone = case.run([tokens[3]]).view(np.uint16)
+    assert np.array_equal(alone[0], together[3])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    runs=st.lists(
+        st.tuples(st.integers(-1, 2), st.integers(0, 90), st.integers(1, 9)), min_size=1, max_size=6
+    ),
+    height=st.sampled_from([1, 2, 5, 8]),
+)
+def test_tiles_cover_every_token_once(runs, height):
+    request = np.concatenate([np.full(n, r) for r, _, n in runs]).astype(np.int32)
+    spans = [np.zeros(n) if r < 0 else np.arange(p, p + n) for r, p, n in runs]
+    positions = np.concatenate(spans).astype(np.int32)
+    found = token_tiles(PageView(request, positions, None), height)
+    covered = np.zeros(len(request), int)
+    words = np.asarray(found.words).reshape(-1, TILE_WORDS)
+    for token, count, of, position in words[: int(found.count[0])]:
+        tokens = slice(token, token + count)
+        covered[tokens] += 1
+        assert 1 <= count <= height and (request[tokens] == of).all()
+        if of >= 0:
+            assert positions[tokens].tolist() == list(range(position, position + count))
+    assert (covered == 1).all()
+    # As few as there can be, a request's chunk cut from its start.
+    joined = (request[1:] == request[:-1]) & (
+        (positions[1:] == positions[:-1] + 1) | (request[1:] < 0)
+    )
+    lengths = np.diff(np.flatnonzero(np.concatenate([[True], ~joined, [True]])))
+    assert found.count[0] == sum(-(-lengths // height))
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        (dict(dtype="float32"), "bfloat16"),
+        (dict(width=96), "multiples of 64"),
+        (dict(page=24), "positions"),
+        (dict(heads=200, kv_heads=2), "64 query heads"),
+        (dict(v_width=576), "at most 512 columns"),
+    ],
+)
+def test_refusals_name_the_shapes(changed, said):
+    sizes = dict(dtype="bfloat16", heads=8, kv_heads=2, width=64, v_width=64, page=16) | changed
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(sizes["dtype"]))
+    cache = (9, sizes["page"], sizes["kv_heads"])
+    q = array((3, sizes["heads"], sizes["width"]))
+    k, v = array((*cache, sizes["width"])), array((*cache, sizes["v_width"]))
+    with pytest.raises(NotImplementedError, match=said):
+        paged_attention(q, k, v, None, scale=1.0, implementation="mosaic_gpu")
+
+
+def test_unknown_implementations_are_refused():
+    with pytest.raises(NotImplementedError, match="'triton' is not one of"):
+        paged_latent_attention(None, None, None, None, None, scale=1.0, implementation="triton")
