@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from lora_moe_jax.bench.roofline import ITEM, Work
 from pallas_kernels.shapes import (
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
     DEEPSEEK_V3_EP8,
     EXPERT_SHAPES,
+    GPT_OSS_20B,
     QWEN3_30B_A3B,
     ExpertShape,
     ProductShape,
@@ -116,6 +120,68 @@ TRAINING_ROWS = 32768
 TRAINING_RANK = 16
 TRAINING_SLOTS = (1, 8)
 TRAINING_TFLOPS = Target(450, 520)  # at least
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """Paged attention of one layer.
+
+    Attributes:
+      model: whose heads.
+      kv_heads: heads of the cache; 0: latents, whose keys are the values and the rotary part.
+      tokens: how many each request has in the batch: 1, or its whole context.
+      bound: which ceiling `must` and `aim` are shares of: "bandwidth" or "products".
+    """
+
+    name: str
+    model: ExpertShape
+    heads: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+    requests: int
+    context: int
+    bound: str
+    must: float
+    aim: float
+    tokens: int = 1
+    page: int = 64
+    window: int | None = None
+
+    @property
+    def work(self) -> Work:
+        """Every visible pair; queries, result and the visible cache once."""
+        first = self.context - self.tokens
+        seen = [min(p + 1, self.window or p + 1) for p in range(first, self.context)]
+        widths = self.key_width + self.value_width
+        cached = self.kv_heads * widths if self.kv_heads else self.key_width
+        positions = min(self.context, (self.window or self.context) + self.tokens - 1)
+        moved = positions * cached + self.tokens * self.heads * widths
+        return Work(
+            2 * self.requests * self.heads * widths * sum(seen), ITEM * self.requests * moved
+        )
+
+
+_BANDWIDTH = dict(bound="bandwidth", must=0.75, aim=0.88)
+_PRODUCTS = dict(bound="products", must=400 / 790, aim=560 / 790)
+_LATENT = dict(model=DEEPSEEK_V3, heads=128, kv_heads=0, key_width=576, value_width=512)
+_LITE = _LATENT | dict(model=DEEPSEEK_V2_LITE, heads=16)
+_QWEN = dict(model=QWEN3_30B_A3B, heads=32, kv_heads=4, key_width=128, value_width=128)
+_GPT = dict(model=GPT_OSS_20B, heads=64, kv_heads=8, key_width=64, value_width=64)
+_WHOLE = dict(requests=2, context=4096, tokens=4096) | _PRODUCTS
+ATTENTION_CASES: tuple[AttentionCase, ...] = (
+    AttentionCase("grouped decode", **_QWEN, requests=64, context=4096, **_BANDWIDTH),
+    AttentionCase("pages of 16", **_QWEN, requests=64, context=4096, page=16, **_BANDWIDTH),
+    AttentionCase("few requests", **_QWEN, requests=4, context=32768, **_BANDWIDTH),
+    AttentionCase("grouped prefill", **_QWEN, **_WHOLE),
+    AttentionCase("window decode", **_GPT, requests=64, context=4096, window=128, **_BANDWIDTH),
+    AttentionCase("latent decode", **_LATENT, requests=64, context=4096, **_BANDWIDTH),
+    AttentionCase("latent decode, 128", **_LATENT, requests=128, context=4096, **_BANDWIDTH),
+    AttentionCase("latent decode, long", **_LATENT, requests=64, context=32768, **_BANDWIDTH),
+    AttentionCase("latent decode, products", **_LATENT, requests=128, context=8192, **_PRODUCTS),
+    AttentionCase("16 heads decode", **_LITE, requests=64, context=4096, **_BANDWIDTH),
+    AttentionCase("latent prefill", **_LATENT, **_WHOLE),
+)
 
 LOWERING_SECONDS = Target(3, 3)
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lora_moe_jax.bench import layer, lora, lowering, products, slots, training
+from lora_moe_jax.bench import attention, layer, lora, lowering, products, slots, training
 from lora_moe_jax.bench.kernel_cases import named
 from lora_moe_jax.bench.report import Report, read_report, this_environment
 from lora_moe_jax.bench.section import Job
@@ -21,10 +21,11 @@ SECTIONS = {
     "lora": lora,
     "training": training,
     "layer": layer,
+    "attention": attention,
     "lowering": lowering,
 }
 CPU_SECTIONS = ("slots",)
-GPU_SECTIONS = ("products", "lora", "training", "layer", "lowering")
+GPU_SECTIONS = ("products", "lora", "training", "layer", "attention", "lowering")
 
 
 def run_bench(

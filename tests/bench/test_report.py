@@ -56,6 +56,7 @@ def test_show_prints_every_table(tmp_path, capsys):
         "with adapters",
         "Forward and backward",
         "Whole MoE",
+        "Paged attention",
         "lowering",
     ):
         assert title in shown

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from lora_moe_jax.bench import arrays, layer, roofline
-from lora_moe_jax.bench.kernel_cases import LAYER_TOKENS, PRODUCT_CASES
+from lora_moe_jax.bench.kernel_cases import LAYER_TOKENS, PRODUCT_CASES, AttentionCase
 from lora_moe_jax.bench.peers import PEERS
 from lora_moe_jax.bench.roofline import Active, Work
 from pallas_kernels.shapes import DEEPSEEK_V3_EP8, EXPERT_SHAPES, QWEN3_30B_A3B, ProductShape
+from tests.bench.fakes import TINY
 
 PRODUCT_US = (261, 137, 184, 92, 458, 2436, 438)
 LAYER_US = {
@@ -30,6 +31,14 @@ def test_product_by_hand():
     assert work == Work(2 * 10 * 8 * 6, 2 * (3 * 8 * 6 + 10 * 8 + 10 * 6))
     gated = roofline.product(SMALL, 10, Active(groups=3), out_width=3)
     assert gated == Work(work.flops, work.bytes - 2 * 10 * 3)
+
+
+def test_attention_by_hand():
+    case = AttentionCase("a", TINY, 8, 2, 4, 6, 3, 10, "bandwidth", 1, 1, tokens=4, window=3)
+    # Positions 6 to 9 see 3 each; the first of them sees from 4 on.
+    assert case.work == Work(2 * 3 * 8 * 10 * 12, 2 * 3 * (6 * 2 * 10 + 4 * 8 * 10))
+    latent = AttentionCase("a", TINY, 8, 0, 6, 4, 3, 10, "bandwidth", 1, 1)
+    assert latent.work == Work(2 * 3 * 8 * 10 * 10, 2 * 3 * (10 * 6 + 8 * 10))
 
 
 def test_adapters_by_hand():

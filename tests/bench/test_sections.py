@@ -12,6 +12,7 @@ from rich.console import Console
 
 from lora_moe_jax.bench import (
     arrays,
+    attention,
     kernels,
     layer,
     lora,
@@ -24,6 +25,7 @@ from lora_moe_jax.bench import (
 from lora_moe_jax.bench.kernel_cases import (
     LORA_CASES,
     PRODUCT_CASES,
+    AttentionCase,
     LoraCase,
     ProductCase,
     Target,
@@ -93,6 +95,25 @@ def test_layer(few_layers):
     assert len({np.asarray(y).tobytes() for ys in outputs.values() for y in ys}) == 6
 
 
+BOUND = dict(bound="products", must=0.5, aim=0.9)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase("grouped", TINY, 4, 2, 8, 16, 2, 20, tokens=20, page=8, window=5, **BOUND),
+        AttentionCase("latent", TINY, 4, 0, 24, 16, 3, 20, page=8, **BOUND),
+    ],
+    ids=lambda case: case.name,
+)
+def test_attention(case):
+    row = attention.measure(case, quick)
+    assert row.roofline_us > 0 and row.kernel_us is None and row.verdict == ""
+    y = np.asarray(attention._program(case)(), np.float32)
+    assert y.shape == (case.requests * case.tokens, case.heads, case.value_width)
+    assert np.isfinite(y).all()
+
+
 def test_lowering():
     rows = lowering.measure(TINY, TINY.gate_up, 24, lowering.Target())
     programs = ["product", "with adapters", "gradients", "gated, with adapters"]
@@ -104,6 +125,7 @@ def test_lowering():
 def test_jobs_cover_every_case():
     everything = named(())
     assert len(list(products.jobs(everything, quick))) == len(PRODUCT_CASES) == 7
+    assert len(list(attention.jobs(everything, quick))) == len(ATTENTION_CASES)
     assert len(list(lora.jobs(everything, quick))) == 2 * 2 * len(EXPERT_SHAPES)
     assert len(list(layer.jobs(everything, quick))) == 2
     assert len(list(training.jobs(everything, quick))) == 2

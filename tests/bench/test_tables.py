@@ -9,8 +9,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lora_moe_jax.bench import arrays, layer, lora, lowering, products, slots, timing, training
-from lora_moe_jax.bench.kernel_cases import LoraCase, ProductCase, Target
+from lora_moe_jax.bench import (
+    arrays,
+    attention,
+    layer,
+    lora,
+    lowering,
+    products,
+    slots,
+    timing,
+    training,
+)
+from lora_moe_jax.bench.kernel_cases import AttentionCase, LoraCase, ProductCase, Target
 from lora_moe_jax.bench.peers import PEERS, Peer
 from tests.bench.fakes import TINY, fake_timer, pallas, xla
 
@@ -18,13 +28,13 @@ from tests.bench.fakes import TINY, fake_timer, pallas, xla
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch):
     monkeypatch.setattr(arrays, "normal", lambda seed, *shape, **_: np.zeros(shape))
-    for module in (products, lora, training, layer):
+    for module in (products, lora, training, layer, attention):
         monkeypatch.setattr(module, "program", lambda *arguments: None)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    for module in (products, lora, training, layer, slots):
+    for module in (products, lora, training, layer, slots, attention):
         monkeypatch.setattr(module, "on_gpu", lambda: True)
 
 
@@ -158,6 +168,21 @@ def test_training_on_a_gpu(gpu):
 def test_slots_table():
     rows = [slots.SlotsRow(count, None, over) for count, over in ((0, 2), (2, 2), (8, 3), (32, 3))]
     assert "from 2 to 32 slots: 1.50" in text_of(slots.table(rows))
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.9, "aim"), (0.8, "must"), (0.7, "MISS")])
+def test_attention_on_a_gpu(gpu, share, verdict):
+    bound = dict(bound="bandwidth", must=0.75, aim=0.88)
+    case = AttentionCase("decode", TINY, 8, 2, 64, 64, requests=3, context=100, **bound)
+    moved = 2 * 3 * (100 * 2 * 128 + 8 * 128)
+    floor = 1e6 * moved / 4.3e12
+    row = attention.measure(case, fake_timer({"kernel": pallas(floor / share)}))
+    assert row.roofline_us == pytest.approx(floor)
+    assert row.share == pytest.approx(share) and row.verdict == verdict
+    assert row.terabytes_per_second == pytest.approx(4.3 * share)
+    assert row.tflops == pytest.approx(2 * 3 * 8 * 128 * 100 / (floor / share) / 1e6)
+    text = text_of(attention.table([row]))
+    assert "3 × 100" in text and verdict in text and "≥ 0.75" in text
 
 
 def test_lowering_table():
