@@ -23,6 +23,7 @@ from lora_moe_jax.bench import (
     training,
 )
 from lora_moe_jax.bench.kernel_cases import (
+    ATTENTION_CASES,
     LORA_CASES,
     PRODUCT_CASES,
     AttentionCase,
