@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lora_moe_jax.bench.kernels import SECTIONS, run_bench, show
+from lora_moe_jax.config.named import NAMED_CONFIGS, named_config
+from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.errors import LoraMoeError, RequestError
 from lora_moe_jax.pocket import ADAPTERS, BASE
 from pallas_kernels.shapes import EXPERT_SHAPES
@@ -79,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     kernels.add_argument("--json", type=Path, help="also write the numbers to this file")
     kernels.set_defaults(run=_bench_kernels)
+    serving = benches.add_parser("serving", help="prefill and decode of a whole model")
+    _add_serving_options(serving)
+    serving.set_defaults(run=_bench_serving)
     shown = benches.add_parser("show", help="the tables of a file that --json wrote")
     shown.add_argument("file", type=Path)
     shown.set_defaults(run=_bench_show)
@@ -99,6 +104,59 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument("--max-rank", type=int, default=32)
     parser.add_argument("--max-length", type=int, help="most tokens of one request")
+
+
+def _add_serving_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="qwen3-30b-a3b",
+        help=f"{', '.join(NAMED_CONFIGS)}, or a folder or file with a configuration; weights are "
+        "random (default qwen3-30b-a3b)",
+    )
+    parser.add_argument(
+        "--decode",
+        type=int,
+        action="append",
+        metavar="REQUESTS",
+        help="requests that decode together; may be repeated (default 1, 32, 64)",
+    )
+    parser.add_argument("--context", type=int, default=1024, help="their prompts (default 1024)")
+    parser.add_argument(
+        "--prefill", type=int, default=4096, help="tokens of one prompt (default 4096)"
+    )
+    parser.add_argument(
+        "--adapters",
+        type=int,
+        action="append",
+        help="adapters that requests use in turns; may be repeated (default 1, 8)",
+    )
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--shared-outer", action="store_true", help="shared-outer adapters")
+    parser.add_argument("--output", type=int, default=64, help="tokens to generate (default 64)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+
+
+def _bench_serving(options: argparse.Namespace) -> None:
+    from lora_moe_jax.bench.serving import run_serving, standard_loads
+
+    named = options.model in NAMED_CONFIGS
+    run_serving(
+        _wide_console(),
+        options.model,
+        named_config(options.model) if named else read_config(options.model),
+        standard_loads(
+            options.decode or (1, 32, 64),
+            options.context,
+            options.prefill,
+            options.adapters or (1, 8),
+        ),
+        rank=options.rank,
+        shared_outer=options.shared_outer,
+        dtype=options.dtype,
+        output=options.output,
+        json_file=options.json,
+    )
 
 
 def _demo(options: argparse.Namespace) -> None:

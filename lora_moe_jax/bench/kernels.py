@@ -9,7 +9,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lora_moe_jax.bench import attention, layer, lora, lowering, products, slots, training
+from lora_moe_jax.bench import (
+    attention,
+    layer,
+    lora,
+    lowering,
+    products,
+    serving_row,
+    slots,
+    training,
+)
 from lora_moe_jax.bench.kernel_cases import named
 from lora_moe_jax.bench.report import Report, read_report, this_environment
 from lora_moe_jax.bench.section import Job
@@ -24,6 +33,7 @@ SECTIONS = {
     "attention": attention,
     "lowering": lowering,
 }
+TABLES = SECTIONS | {"serving": serving_row}
 CPU_SECTIONS = ("slots",)
 GPU_SECTIONS = ("products", "lora", "training", "layer", "attention", "lowering")
 
@@ -62,7 +72,7 @@ def show(console: Console, file: Path) -> None:
     """Prints the tables of a report that was written earlier."""
     report = read_report(file)
     for name, rows in report.sections.items():
-        console.print(SECTIONS[name].table(rows))
+        console.print(TABLES[name].table(rows))
     console.print(_caption(report))
 
 

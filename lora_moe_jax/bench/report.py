@@ -14,7 +14,16 @@ from typing import Any
 import jax
 import jaxlib
 
-from lora_moe_jax.bench import attention, layer, lora, lowering, products, slots, training
+from lora_moe_jax.bench import (
+    attention,
+    layer,
+    lora,
+    lowering,
+    products,
+    serving_row,
+    slots,
+    training,
+)
 from lora_moe_jax.bench.roofline import BYTES_PER_SECOND, FLOPS_PER_SECOND
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.strict_json import read_json_object
@@ -29,6 +38,7 @@ ROWS: dict[str, type] = {
     "layer": layer.LayerRow,
     "attention": attention.AttentionRow,
     "lowering": lowering.LoweringRow,
+    "serving": serving_row.ServingRow,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 
@@ -47,6 +49,45 @@ def build_model(
 def abstract_model(config: ModelConfig, **options) -> Decoder:
     """`build_model` without any memory: arrays are shapes and dtypes."""
     return nnx.eval_shape(lambda: build_model(config, **options))
+
+
+def random_model(
+    config: ModelConfig,
+    *,
+    dtype: str = "bfloat16",
+    adapters: SlotConfig | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Decoder:
+    """A model with random weights made on the device, array by array: for benchmarks of its size.
+
+    Adapter slots are zero, norms one, biases zero; other weights have unit gain.
+    """
+    graph, state = nnx.split(abstract_model(config, dtype=dtype, adapters=adapters))
+    flat = dict(nnx.to_flat_state(state))
+    for done, (path, variable) in enumerate(flat.items()):
+        flat[path] = variable.replace(_random(path, variable, done))
+        progress(done + 1, len(flat))
+    return nnx.merge(graph, nnx.from_flat_state(flat.items()))
+
+
+def _random(path, variable, seed: int) -> jax.Array:
+    shape, dtype = variable.shape, variable.dtype
+    if isinstance(variable, LoraParam) or path[-1] in ("bias", "correction_bias"):
+        return jnp.zeros(shape, dtype)
+    if len(shape) == 1:
+        return jnp.ones(shape, dtype)
+    return _normal(jax.random.key(seed), shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, shape, dtype):
+    """One matrix at a time: whole arrays of float32 may not fit beside the weights."""
+
+    def matrix(key):
+        return (shape[-1] ** -0.5 * jax.random.normal(key, shape[-2:])).astype(dtype)
+
+    keys = jax.random.split(key, math.prod(shape[:-2]))
+    return jax.lax.map(matrix, keys).reshape(shape)
 
 
 def projections(model: Decoder) -> dict[str, Projection]:

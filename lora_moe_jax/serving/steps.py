@@ -8,6 +8,7 @@ the boundary as flat lists of arrays. With a mesh, each function runs under `sha
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -76,6 +77,9 @@ class Steps:
     Args:
       token_buckets: sizes T of the flat batch.
       requests: rows B of the page tables and of `sample`.
+
+    Attributes:
+      waited: seconds that the host has waited for results so far.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Steps:
         progress: Callable[[int, int], None],
     ):
         self.arrays, self.config, self.pages = arrays, config, pages
+        self.waited = 0.0
         self._compiled: dict[str, Any] = {}
         jobs = {}
         for size in token_buckets:
@@ -117,12 +122,18 @@ class Steps:
     def sample(self, hidden: jax.Array, *rows) -> tuple[np.ndarray, np.ndarray]:
         """Samples a token for each chosen row: (tokens, logprobs)."""
         tokens, logprobs = self._call(f"sample[{hidden.shape[0]}]", hidden, *rows)
-        return np.asarray(tokens), np.asarray(logprobs)
+        return self._fetch(tokens), self._fetch(logprobs)
 
     def score(self, hidden: jax.Array, *rows) -> tuple[np.ndarray, jax.Array]:
         """Scores the given next token of every row: (logprobs, logits on the device)."""
         logprobs, logits = self._call(f"score[{hidden.shape[0]}]", hidden, *rows)
-        return np.asarray(logprobs), logits
+        return self._fetch(logprobs), logits
+
+    def _fetch(self, array: jax.Array) -> np.ndarray:
+        start = time.perf_counter()
+        array = np.asarray(array)
+        self.waited += time.perf_counter() - start
+        return array
 
     def _call(self, name: str, *inputs):
         if name not in self._compiled:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from lora_moe_jax.bench.kernels import SECTIONS
+from lora_moe_jax.bench.kernels import TABLES
 from lora_moe_jax.bench.report import ROWS, Environment, Report, read_report, this_environment
 from lora_moe_jax.cli import main
 from lora_moe_jax.errors import RequestError
@@ -27,7 +27,7 @@ def a_report() -> Report:
 
 
 def test_every_section_has_a_row_type():
-    assert set(ROWS) == set(SECTIONS)
+    assert set(ROWS) == set(TABLES)
 
 
 def test_round_trip(tmp_path):
@@ -57,6 +57,7 @@ def test_show_prints_every_table(tmp_path, capsys):
         "Forward and backward",
         "Whole MoE",
         "Paged attention",
+        "A whole model",
         "lowering",
     ):
         assert title in shown

@@ -1,0 +1,95 @@
+"""The least work of a step of a whole model: every weight, adapter and cached position once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from flax import nnx
+
+from lora_moe_jax.bench.roofline import ITEM, Work
+from lora_moe_jax.config.model import ModelConfig
+from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
+from lora_moe_jax.models.decoder import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """Numbers of values.
+
+    Attributes:
+      dense: weights that every step reads, the output head among them.
+      experts: weights of the routed experts.
+      dense_slot, expert_slot: of one adapter slot, at the bank's rank.
+      position: of one cached position, in all layers.
+      attention: multiplied pairs of one token and one position, in all layers.
+    """
+
+    config: ModelConfig
+    dense: int
+    experts: int
+    dense_slot: int
+    expert_slot: int
+    position: int
+    attention: int
+
+    @classmethod
+    def of(cls, model: Decoder) -> ModelSizes:
+        config = model.config
+        dense = experts = dense_slot = expert_slot = 0
+        routed = {
+            path
+            for path, node in nnx.iter_graph(model)
+            if isinstance(node, AdapterSlots) and node.projection.groups > 1
+        }
+        for path, variable in nnx.to_flat_state(nnx.state(model)):
+            size = math.prod(variable.shape)
+            if path[-1] == "scaling":
+                continue
+            if isinstance(variable, LoraParam):
+                if path[:-1] in routed:
+                    expert_slot += size // variable.shape[0]
+                else:
+                    dense_slot += size // variable.shape[0]
+            elif "experts" in path:
+                experts += size
+            elif "embed_tokens" not in path or config.tie_word_embeddings:
+                dense += size
+        if config.mla is None:
+            position = 2 * config.num_kv_heads * config.head_dim
+            widths = 2 * config.head_dim
+        else:
+            position = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+            widths = position + config.mla.kv_lora_rank
+        layers = config.num_layers
+        attention = layers * config.num_heads * widths
+        return cls(config, dense, experts, dense_slot, expert_slot, layers * position, attention)
+
+    def step(self, requests: int, tokens: int, context: int, adapters: int) -> Work:
+        """A step of `tokens` tokens in each request, the last of them at `context`.
+
+        Experts are chosen uniformly. The requests' adapters are `adapters` in turns; 0: none.
+        """
+        moe, rows = self.config.moe, requests * tokens
+        used = adapters and min(adapters, requests)
+        experts, buckets, active = 0.0, 0.0, 0.0
+        if moe is not None:
+            experts = self.experts * _share_of_experts(moe, rows)
+            active = self.experts * moe.top_k / moe.num_experts
+            if used:
+                buckets = used * self.expert_slot * _share_of_experts(moe, rows / used)
+        moved = self.dense + experts + used * self.dense_slot + buckets
+        moved += requests * context * self.position
+        adapted = 0.0
+        if used:
+            adapted = self.dense_slot + self.expert_slot * (
+                moe.top_k / moe.num_experts if moe else 0
+            )
+        seen = requests * sum(range(context - tokens + 1, context + 1))
+        flops = 2 * (rows * (self.dense + active + adapted) + self.attention * seen)
+        return Work(flops, ITEM * moved)
+
+
+def _share_of_experts(moe, rows: float) -> float:
+    """The part of the experts that so many tokens are expected to choose."""
+    return 1 - (1 - moe.top_k / moe.num_experts) ** rows

@@ -1,0 +1,129 @@
+"""`bench serving` on a model small enough for a CPU, and its counting by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from lora_moe_jax import pocket
+from lora_moe_jax.bench import serving
+from lora_moe_jax.bench.report import read_report
+from lora_moe_jax.bench.serving import Load
+from lora_moe_jax.bench.serving_row import table
+from lora_moe_jax.bench.serving_work import ModelSizes
+from lora_moe_jax.cli import main
+from lora_moe_jax.config.named import NAMED_CONFIGS, named_config
+from lora_moe_jax.config.reader import read_config
+from lora_moe_jax.layers.build import SlotConfig
+from lora_moe_jax.models.build import abstract_model
+from tests.adapters.tables import GOLDEN
+
+
+def test_a_small_model(tmp_path, capsys):
+    model, file = str(GOLDEN / "qwen3_moe" / "base"), tmp_path / "serving.json"
+    sizes = "--context 20 --prefill 24 --adapters 1 --adapters 2 --rank 4 --output 6".split()
+    command = ["bench", "serving", "--model", model, "--dtype", "float32", "--json", str(file)]
+    assert main([*command, "--decode", "2", *sizes]) == 0
+    rows = read_report(file).sections["serving"]
+    assert [(row.phase, row.adapters) for row in rows] == [
+        (phase, adapters) for adapters in (0, 1, 2) for phase in ("decode", "prefill")
+    ]
+    for row in rows:
+        assert row.step_ms > row.host_ms > 0 and row.share > 0 and row.verdict == ""
+        assert (row.over_base is None) == (row.adapters == 0)
+        assert (row.p50_ms is None) == (row.phase == "prefill")
+    assert "A whole model" in capsys.readouterr().out
+    assert main(["bench", "show", str(file)]) == 0
+    assert "2, r 4" in capsys.readouterr().out
+
+
+def sizes_of(name: str, **slots) -> ModelSizes:
+    adapters = SlotConfig(**slots) if slots else None
+    return ModelSizes.of(abstract_model(named_config(name), adapters=adapters))
+
+
+@pytest.mark.parametrize("name", NAMED_CONFIGS)
+def test_sizes_are_those_that_were_published(name):
+    """Qwen3-30B-A3B has 30.5 billion parameters, 3.3 active; DeepSeek-V2-Lite 15.7 and 2.4."""
+    sizes = sizes_of(name)
+    config, moe = sizes.config, sizes.config.moe
+    embedding = config.vocab_size * config.hidden_size
+    total = sizes.dense + sizes.experts + embedding
+    active = sizes.dense + embedding + sizes.experts * moe.top_k / moe.num_experts
+    expected = {"qwen3-30b-a3b": (30.5e9, 3.35e9), "deepseek-v2-lite": (15.7e9, 2.66e9)}[name]
+    assert (total, active) == pytest.approx(expected, rel=0.01)
+
+
+def test_decode_by_hand():
+    sizes = sizes_of("qwen3-30b-a3b", slots=8, rank=16)
+    experts = 128 * 3 * 2048 * 768 * 48
+    cached = 2 * 4 * 128 * 48
+    assert (sizes.experts, sizes.position) == (experts, cached)
+    assert sizes.expert_slot == 128 * 3 * 16 * (2048 + 768) * 48
+    attention_slot = 16 * (2 * (2048 + 4096) + 2 * (2048 + 512)) * 48
+    assert sizes.dense_slot >= attention_slot
+    alone = sizes.step(1, 1, 4096, 0)
+    assert alone.bytes == pytest.approx(2 * (sizes.dense + experts / 16 + 4096 * cached))
+    adapted = sizes.step(1, 1, 4096, 1)
+    added = 2 * (sizes.dense_slot + sizes.expert_slot / 16)
+    assert adapted.bytes - alone.bytes == pytest.approx(added)
+    # Two requests with an adapter each read two slots; with the same one, some experts' once.
+    two, shared = sizes.step(2, 1, 4096, 2), sizes.step(2, 1, 4096, 1)
+    assert two.bytes - sizes.step(2, 1, 4096, 0).bytes == pytest.approx(2 * added)
+    assert added < shared.bytes - sizes.step(2, 1, 4096, 0).bytes < 2 * added
+
+
+def test_prefill_by_hand():
+    sizes = sizes_of("deepseek-v2-lite")
+    heads, widths, layers = 16, 2 * 512 + 64, 27
+    step, pairs = sizes.step(1, 3, 10, 0), 8 + 9 + 10
+    active = sizes.dense + sizes.experts * 6 / 64
+    assert step.flops == pytest.approx(2 * (3 * active + layers * heads * widths * pairs))
+
+
+@pytest.mark.parametrize(
+    ("load", "step", "verdict"),
+    [
+        (Load("decode", 4, 100, 0), 1.3, "aim"),
+        (Load("decode", 4, 100, 0), 1.6, "must"),
+        (Load("decode", 4, 100, 0), 1.7, "MISS"),
+    ],
+)
+def test_base_is_held_to_the_roofline(monkeypatch, load, step, verdict):
+    monkeypatch.setattr(serving, "on_gpu", lambda: True)
+    sizes = sizes_of("qwen3-30b-a3b")
+    floor = sizes.step(4, 1, 100 + 3, 0).seconds
+    times = serving.Times([step * floor] * 3, [1e-4] * 3)
+    row = serving._row("m", sizes, load, 16, False, 6, times, [])
+    assert row.verdict == verdict and row.share == pytest.approx(1 / step)
+    text = io.StringIO()
+    Console(file=text, width=220).print(table([row]))
+    assert verdict in text.getvalue()
+
+
+def test_adapters_are_held_to_the_base(monkeypatch):
+    monkeypatch.setattr(serving, "on_gpu", lambda: True)
+    sizes = sizes_of("qwen3-30b-a3b", slots=8, rank=16)
+    base = serving._row(
+        "m", sizes, Load("decode", 64, 100, 0), 16, False, 6, serving.Times([1.0], [0.1]), []
+    )
+
+    def row(adapters, seconds):
+        load, times = Load("decode", 64, 100, adapters), serving.Times([seconds], [0.1])
+        return serving._row("m", sizes, load, 16, False, 6, times, [base])
+
+    assert [row(1, 1 / ratio).verdict for ratio in (0.96, 0.93, 0.9)] == ["aim", "must", "MISS"]
+    floors = [sizes.step(64, 1, 103, n).seconds for n in (0, 8)]
+    just = floors[1] / floors[0]
+    assert row(8, just).over_bytes == pytest.approx(1)
+    assert [row(8, just / r).verdict for r in (0.96, 0.92, 0.8)] == ["aim", "must", "MISS"]
+    assert dataclasses.asdict(row(8, 1.0))["over_base"] == 1.0
+    assert np.isfinite(row(8, 1.0).tokens_per_second)
+
+
+def test_the_pocket_model_can_be_measured():
+    assert ModelSizes.of(abstract_model(read_config(pocket.BASE))).experts > 0
