@@ -8,6 +8,7 @@ from lora_moe_jax.errors import (
     LoraMoeError,
     RequestError,
 )
+from lora_moe_jax.serving.async_engine import AsyncEngine
 from lora_moe_jax.serving.compile_guard import LateCompileError
 from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.request import Completion, Delta, FinishReason, Score
@@ -16,6 +17,7 @@ from lora_moe_jax.serving.sampling_params import SamplingParams
 __all__ = [
     "Adapter",
     "AdapterError",
+    "AsyncEngine",
     "CheckpointError",
     "Completion",
     "ConfigError",

@@ -1,4 +1,4 @@
-"""The command line: demo, generate, score, inspect, bench."""
+"""The command line: demo, generate, score, serve, inspect, bench."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from rich.table import Table
 from lora_moe_jax.bench.kernels import SECTIONS, run_bench, show
 from lora_moe_jax.config.named import NAMED_CONFIGS, named_config
 from lora_moe_jax.config.reader import read_config
-from lora_moe_jax.errors import LoraMoeError, RequestError
+from lora_moe_jax.errors import ConfigError, LoraMoeError, RequestError
 from lora_moe_jax.pocket import ADAPTERS, BASE
 from pallas_kernels.shapes import EXPERT_SHAPES
 
 DESCRIPTION = "Train and serve many LoRA adapters at once over one Mixture-of-Experts base model."
 MODEL_HELP = "Hugging Face model folder, or 'pocket' for the model that comes with the package"
+DEFAULT_SLOTS = 8
 ADAPTER_HELP = "an adapter to load; may be repeated. For 'pocket', a bare name of its adapters"
 
 
@@ -57,6 +58,27 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--tokens", action="store_true", help="show every token")
     score.set_defaults(run=_score)
 
+    serve = commands.add_parser("serve", help="an HTTP server with OpenAI's interface")
+    serve.add_argument("--model", default="pocket", help=MODEL_HELP)
+    _add_adapter_option(serve)
+    serve.add_argument(
+        "--adapter-root",
+        type=Path,
+        metavar="FOLDER",
+        help="let clients load adapters from this folder; without it they cannot load any",
+    )
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    serve.add_argument("--max-adapters", type=int, help="slots (default: 8, or as many as given)")
+    serve.add_argument("--max-rank", type=int, default=32)
+    serve.add_argument("--max-requests", type=int, default=8, help="requests that run at once")
+    serve.add_argument("--max-length", type=int, help="most tokens of one request")
+    serve.add_argument("--served-name", help="of the base model; default: its folder's name")
+    serve.add_argument("--max-waiting", type=int, default=256, help="requests that may wait")
+    serve.add_argument("--api-key", help="what clients must send")
+    serve.set_defaults(run=_serve)
+
     inspect = commands.add_parser("inspect", help="what is in an adapter or checkpoint folder")
     inspect.add_argument("folder", type=Path)
     inspect.add_argument("--model", default="pocket", help="the adapter's base: " + MODEL_HELP)
@@ -82,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     kernels.add_argument("--json", type=Path, help="also write the numbers to this file")
     kernels.set_defaults(run=_bench_kernels)
     serving = benches.add_parser("serving", help="prefill and decode of a whole model")
-    _add_serving_options(serving)
+    _add_bench_serving_options(serving)
     serving.set_defaults(run=_bench_serving)
     shown = benches.add_parser("show", help="the tables of a file that --json wrote")
     shown.add_argument("file", type=Path)
@@ -92,9 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="pocket", help=MODEL_HELP)
-    parser.add_argument(
-        "--adapter", action="append", default=[], metavar="NAME=FOLDER", help=ADAPTER_HELP
-    )
+    _add_adapter_option(parser)
     parser.add_argument(
         "--use",
         action="append",
@@ -106,7 +126,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", type=int, help="most tokens of one request")
 
 
-def _add_serving_options(parser: argparse.ArgumentParser) -> None:
+def _add_bench_serving_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="qwen3-30b-a3b",
@@ -159,6 +179,12 @@ def _bench_serving(options: argparse.Namespace) -> None:
     )
 
 
+def _add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=FOLDER", help=ADAPTER_HELP
+    )
+
+
 def _demo(options: argparse.Namespace) -> None:
     from lora_moe_jax.demo import run_demo
 
@@ -208,7 +234,7 @@ def _engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
     """The engine with its adapters, and every text once for each adapter to use."""
     from lora_moe_jax.serving.engine import Engine
 
-    adapters = dict(_adapter_folder(item, options.model) for item in options.adapter)
+    adapters = _adapter_folders(options)
     used = options.use or list(adapters) or ["base"]
     for name in used:
         if name != "base" and name not in adapters:
@@ -231,6 +257,55 @@ def _engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
         engine.load_adapter(name, folder)
     names = [None if name == "base" else name for name in used] * len(texts)
     return engine, [text for text in texts for _ in used], names
+
+
+def _serve(options: argparse.Namespace) -> None:
+    try:
+        from lora_moe_jax.server.names import ModelNames
+        from lora_moe_jax.server.run import check_adapter_root, open_socket, run_server
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("starlette", "uvicorn"):
+            raise
+        raise ConfigError(
+            "the server needs a package that is not installed",
+            key=missing,
+            hint='pip install "lora-moe-jax[serve]"',
+        ) from error
+    from lora_moe_jax.serving.engine import Engine
+
+    adapters = _adapter_folders(options)
+    folder = _model_folder(options.model)
+    pocket = options.model == "pocket"
+    names = ModelNames(options.served_name or ("pocket" if pocket else folder.resolve().name))
+    for name in adapters:
+        names.check(name)
+    check_adapter_root(options.adapter_root)
+    with open_socket(options.host, options.port) as listener:
+        slots = options.max_adapters
+        engine = Engine.from_pretrained(
+            folder,
+            dtype=options.dtype,
+            max_adapters=max(DEFAULT_SLOTS, len(adapters)) if slots is None else slots,
+            max_rank=options.max_rank,
+            max_requests=options.max_requests,
+            max_length=options.max_length,
+            progress=True,
+        )
+        for name, adapter in adapters.items():
+            engine.load_adapter(name, adapter)
+        run_server(
+            engine,
+            listener,
+            names,
+            max_waiting=options.max_waiting,
+            adapter_root=options.adapter_root,
+            api_key=options.api_key,
+        )
+
+
+def _adapter_folders(options: argparse.Namespace) -> dict[str, Path]:
+    return dict(_adapter_folder(item, options.model) for item in options.adapter)
 
 
 def _adapter_folder(item: str, model: str) -> tuple[str, Path]:

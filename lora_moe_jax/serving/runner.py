@@ -47,6 +47,11 @@ class Runner:
         self._streams: dict[Request, TextStream] = {}
         self._deltas: dict[Request, deque[Delta]] = {}
 
+    @property
+    def unfinished(self) -> list[Request]:
+        """The requests that are waiting or running, or whose output has not been fetched."""
+        return list(self._deltas)
+
     def run(self, requests: Sequence[Request]) -> Iterator[Delta]:
         """Steps the engine until these requests are done; others that are running go along."""
         for request in requests:

@@ -55,7 +55,16 @@ def test_demo():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["score"], ["inspect"], ["bench", "kernels"]]
+    "command",
+    [
+        [],
+        ["generate"],
+        ["score"],
+        ["serve"],
+        ["inspect"],
+        ["bench", "kernels"],
+        ["bench", "serving"],
+    ],
 )
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as end:

@@ -1,0 +1,76 @@
+"""Errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from starlette.responses import JSONResponse
+
+from lora_moe_jax.errors import LoraMoeError
+from lora_moe_jax.serving.async_engine import EngineClosedError, QueueFullError
+
+
+class ApiError(Exception):
+    """What a client is answered.
+
+    Args:
+      status: of HTTP.
+      message: for people.
+      param: the field of the request that is to blame.
+      code: for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+        self.body = {
+            "error": {"message": message, "type": kind, "param": param, "code": code},
+        }
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def refused(error: LoraMoeError) -> ApiError:
+    """What a client is told of the library's refusal. Hints are for who runs the server."""
+    message = describe(error)
+    if isinstance(error, QueueFullError):
+        return ApiError(
+            429,
+            message,
+            kind="rate_limit_error",
+            code="queue_full",
+            headers={"Retry-After": "1"},
+        )
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, message, kind="server_error", code="shutting_down")
+    # The engine's arguments are lists with an entry for each request; a client sent fields.
+    key = re.sub(r"^params\[\d+\]\.", "", error.key or "")
+    key = re.sub(r"^prompts\[\d+\]", "prompt", key)
+    key = re.sub(r"^adapters\[\d+\]", "model", key)
+    return ApiError(400, message, param=key or None)
+
+
+def failed() -> ApiError:
+    """What a client is told when the server is to blame; the log says more."""
+    return ApiError(500, "the server failed; its log says why", kind="server_error")
+
+
+def describe(error: LoraMoeError) -> str:
+    """Message, key, expected and found in one line."""
+    parts = [error.message if error.key is None else f"{error.message} ({error.key})"]
+    for label, value in (("expected", error.expected), ("found", error.found)):
+        if value is not None:
+            parts.append(f"{label} {str(value)[:200]}")  # it may be as long as the body
+    return "; ".join(parts)

@@ -1,0 +1,143 @@
+"""The objects of a response: whole ones and the chunks of a stream, from the engine's deltas."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+
+from lora_moe_jax.serving.request import Delta
+from lora_moe_jax.serving.text import TextCodec
+
+
+class Usage:
+    """Counts tokens; a prompt with several choices counts once."""
+
+    def __init__(self, n: int):
+        self._n = n
+        self._prompt = 0
+        self._generated = 0
+
+    def add(self, delta: Delta) -> None:
+        self._generated += 1
+        if delta.completion is not None and delta.index % self._n == 0:
+            self._prompt += len(delta.completion.prompt_token_ids)
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": self._generated,
+            "total_tokens": self._prompt + self._generated,
+        }
+
+
+class CompletionReply:
+    """Objects of /v1/completions.
+
+    Args:
+      model: the name that the client used.
+      top_logprob: show each token's logprob also as that of the most likely token.
+    """
+
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, codec: TextCodec, model: str, top_logprob: bool):
+        self._codec = codec
+        self._model = model
+        self._top = top_logprob
+        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._sent: dict[int, int] = {}  # characters of each choice's text so far
+
+    def response(self, choices: Sequence[list[Delta]], usage: Usage) -> dict:
+        """The answer, from all the deltas of each choice."""
+        made = [self._choice(deltas, streamed=False) for deltas in choices]
+        return self._head(self.whole) | {"choices": made, "usage": usage.counts()}
+
+    def opening(self, count: int) -> list[dict]:
+        """What a stream of `count` choices begins with."""
+        return []
+
+    def chunk(self, delta: Delta) -> dict | None:
+        """The part of a stream for a delta; None if it has nothing to show."""
+        if not delta.text and delta.logprob is None and delta.completion is None:
+            return None
+        return self._head(self.part) | {"choices": [self._choice([delta], streamed=True)]}
+
+    def last(self, usage: Usage) -> dict:
+        """The part with the counts."""
+        return self._head(self.part) | {"choices": [], "usage": usage.counts()}
+
+    def _head(self, kind: str) -> dict:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _choice(self, deltas: list[Delta], streamed: bool) -> dict:
+        index, completion = deltas[-1].index, deltas[-1].completion
+        logprobs = None if deltas[0].logprob is None else self._logprobs(deltas)
+        return {
+            "index": index,
+            **self._content("".join(delta.text for delta in deltas), streamed),
+            "logprobs": logprobs,
+            "finish_reason": None if completion is None else str(completion.finish_reason),
+        }
+
+    def _content(self, text: str, streamed: bool) -> dict:
+        return {"text": text}
+
+    def _logprobs(self, deltas: list[Delta]) -> dict:
+        tokens = [self._token(delta) for delta in deltas]
+        values = [delta.logprob for delta in deltas]
+        offsets = []
+        for delta in deltas:
+            offsets.append(self._sent.get(delta.index, 0))
+            self._sent[delta.index] = offsets[-1] + len(delta.text)
+        pairs = [{t: v} for t, v in zip(tokens, values, strict=True)] if self._top else None
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": pairs,
+            "text_offset": offsets,
+        }
+
+    def _token(self, delta: Delta) -> str:
+        """A token alone; part of a character shows as a replacement character."""
+        return self._codec.tokenizer.decode([delta.token_id], skip_special_tokens=False)
+
+
+class ChatReply(CompletionReply):
+    """Objects of /v1/chat/completions."""
+
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, count: int) -> list[dict]:
+        first = {"delta": {"role": "assistant", "content": ""}}
+        rest = {"logprobs": None, "finish_reason": None}
+        return [
+            self._head(self.part) | {"choices": [{"index": index, **first, **rest}]}
+            for index in range(count)
+        ]
+
+    def _content(self, text: str, streamed: bool) -> dict:
+        if streamed:
+            return {"delta": {"content": text}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs(self, deltas: list[Delta]) -> dict:
+        entries = []
+        for delta in deltas:
+            token = self._token(delta)
+            whole = "\N{REPLACEMENT CHARACTER}" not in token
+            entry = {
+                "token": token,
+                "logprob": delta.logprob,
+                "bytes": list(token.encode()) if whole else None,
+            }
+            entries.append(entry | {"top_logprobs": [entry] if self._top else []})
+        return {"content": entries, "refusal": None}
+
+
+def event(data: dict | str) -> str:
+    """A server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"data: {text}\n\n"

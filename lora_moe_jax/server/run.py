@@ -1,0 +1,81 @@
+"""Runs the server until it is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from lora_moe_jax.errors import ConfigError
+from lora_moe_jax.server.app import create_app
+from lora_moe_jax.server.names import ModelNames
+from lora_moe_jax.serving.async_engine import AsyncEngine
+from lora_moe_jax.serving.engine import Engine
+
+SHUTDOWN_SECONDS = 10  # how long open responses may go on after the first Ctrl-C
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a port that is taken is known before a model is loaded.
+
+    Raises:
+      ConfigError: the address cannot be listened on.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError, UnicodeError) as error:
+        listener.close()
+        raise ConfigError(
+            "the server cannot listen there",
+            key="--host, --port",
+            expected="an address of this machine and a free port",
+            found=f"{host}:{port}: {error}",
+        ) from error
+    return listener
+
+
+def check_adapter_root(root: Path | None) -> None:
+    """Raises ConfigError for a root that is not a folder."""
+    if root is not None and not root.is_dir():
+        raise ConfigError(
+            "the adapter root is not a folder", file=root, key="--adapter-root", expected="a folder"
+        )
+
+
+def run_server(
+    engine: Engine,
+    listener: socket.socket,
+    names: ModelNames,
+    *,
+    max_waiting: int,
+    adapter_root: Path | None,
+    api_key: str | None,
+) -> None:
+    """Serves until Ctrl-C or SIGTERM, then lets open responses end.
+
+    Raises:
+      ConfigError: the model has no tokenizer.
+    """
+    if engine.codec is None:
+        raise ConfigError(
+            "the model cannot be served over HTTP",
+            key="tokenizer.json",
+            expected="a model folder with a tokenizer",
+            found="none",
+        )
+    running = AsyncEngine(engine, max_waiting=max_waiting)
+    app = create_app(running, names, adapter_root=adapter_root, api_key=api_key)
+    config = uvicorn.Config(app, timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="off")
+    host, port = listener.getsockname()[:2]
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    print(f"Serving {names.base} at http://{where}/v1", flush=True)
+    try:
+        # uvicorn shuts down first and raises the signal again when it is done
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        running.close()

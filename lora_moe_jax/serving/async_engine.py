@@ -1,0 +1,343 @@
+"""The engine for asyncio: one thread runs it, any number of tasks use it at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from lora_moe_jax.adapters import Adapter, read_adapter
+from lora_moe_jax.adapters.pool import AdapterInfo
+from lora_moe_jax.errors import ConfigError, LoraMoeError, RequestError
+from lora_moe_jax.serving import validate
+from lora_moe_jax.serving.engine import Engine, EngineStats, Prompt
+from lora_moe_jax.serving.options import EngineOptions
+from lora_moe_jax.serving.request import Delta, Score
+from lora_moe_jax.serving.sampling_params import SamplingParams
+from lora_moe_jax.serving.text import TextCodec
+
+DEFAULT_MAX_WAITING = 256
+
+T = TypeVar("T")
+
+
+class QueueFullError(RequestError):
+    """Too many requests are waiting; the same request may be served later."""
+
+
+class EngineClosedError(RequestError):
+    """The engine was closed before the request was done."""
+
+
+class AsyncEngine:
+    """Runs an `Engine` in a thread of its own; from then on nobody else may use it.
+
+    Calls are independent of each other and share the engine's steps (continuous batching). Close
+    it with `close`, or use it with `async with`.
+
+    Args:
+      engine: the engine; it stays the caller's.
+      max_waiting: most requests that may wait for one of the engine's `max_requests` places.
+
+    Raises:
+      ConfigError: `max_waiting` is negative.
+    """
+
+    def __init__(self, engine: Engine, *, max_waiting: int = DEFAULT_MAX_WAITING):
+        if max_waiting < 0:
+            raise ConfigError(
+                "max_waiting is out of range",
+                key="max_waiting",
+                expected="an integer of at least 0",
+                found=str(max_waiting),
+            )
+        self.max_waiting = max_waiting
+        self._engine = engine
+        self._calls: list[_Call] = []  # the engine's thread alone touches them
+        self._commands: queue.SimpleQueue = queue.SimpleQueue()
+        self._closing = threading.Lock()  # nothing is put behind the command that stops
+        self._closed = False
+        self._stopped = False
+        self._thread = threading.Thread(target=self._work, name="lora_moe_jax engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def options(self) -> EngineOptions:
+        """The engine's sizes."""
+        return self._engine.options
+
+    @property
+    def codec(self) -> TextCodec | None:
+        """The model's tokenizer and chat template, usable from any thread."""
+        return self._engine.codec
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be served."""
+        return not self._closed and self._thread.is_alive()
+
+    # Requests
+
+    def check_count(self, count: int) -> None:
+        """Raises RequestError for more requests in one call than could ever be taken."""
+        if count > self._room():
+            raise RequestError(
+                "too many requests in one call",
+                key="prompts",
+                expected=f"at most {self._room()}",
+                found=str(count),
+            )
+
+    def _room(self) -> int:
+        return self.options.max_requests + self.max_waiting
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: str | None = None
+    ) -> AsyncIterator[Delta]:
+        """One request's tokens as they come. Closing the iterator ends the request.
+
+        Raises:
+          RequestError: it cannot be served, or (QueueFullError) not now.
+        """
+        with await self.stream([prompt], params, [adapter]) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapters: Sequence[str | None] | None = None,
+    ) -> DeltaStream:
+        """`Engine.stream`: all requests are taken, or none. Use the result with `with`.
+
+        Raises:
+          RequestError: at once; a request cannot be served, or (QueueFullError) not now.
+        """
+        call = _Call()
+        try:
+            await self._run(lambda: self._open(call, prompts, params, adapters))
+        except asyncio.CancelledError:
+            self._end(call)
+            raise
+        return DeltaStream(call, self._end)
+
+    async def score(
+        self,
+        token_ids: Sequence[Prompt],
+        adapters: Sequence[str | None] | None = None,
+        return_logits: bool = False,
+    ) -> list[Score]:
+        """`Engine.score`. Generations go on beside it; their tokens are handed over after it."""
+        return await self._run(lambda: self._score(token_ids, adapters, return_logits))
+
+    # Adapters and counters
+
+    async def load_adapter(self, name: str, source: str | os.PathLike | Adapter) -> AdapterInfo:
+        """`Engine.load_adapter`; the files are read while the engine goes on."""
+        if isinstance(source, str | os.PathLike):
+            source = await asyncio.to_thread(
+                read_adapter,
+                source,
+                self._engine.bank.projections,
+                max_rank=self.options.max_rank,
+            )
+        return await self._run(lambda: self._engine.load_adapter(name, source))
+
+    async def unload_adapter(self, name: str) -> None:
+        """`Engine.unload_adapter`."""
+        await self._run(lambda: self._engine.unload_adapter(name))
+
+    async def adapters(self) -> list[AdapterInfo]:
+        """`Engine.adapters`."""
+        return await self._run(self._engine.adapters)
+
+    async def stats(self) -> EngineStats:
+        """`Engine.stats`."""
+        return await self._run(self._engine.stats)
+
+    # The end
+
+    def close(self) -> None:
+        """Ends open requests with EngineClosedError and waits until the thread is done."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._commands.put((self._stop, Future()))
+        self._thread.join()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await asyncio.to_thread(self.close)
+
+    # Tasks hand commands to the thread
+
+    async def _run(self, function: Callable[[], T]) -> T:
+        """What `function` returns or raises in the engine's thread."""
+        future: Future = Future()
+        self._put(function, future)
+        return await asyncio.wrap_future(future)
+
+    def _put(self, function: Callable, future: Future) -> None:
+        with self._closing:
+            if self._closed:
+                raise EngineClosedError("the engine is closed")
+            self._commands.put((function, future))
+
+    def _end(self, call: _Call) -> None:
+        with contextlib.suppress(EngineClosedError):  # then it has ended already
+            self._put(lambda: self._forget(call), Future())
+
+    # From here on everything runs in the engine's thread
+
+    def _work(self) -> None:
+        while not self._stopped:
+            self._run_commands()
+            if self._calls:
+                self._step()
+
+    def _run_commands(self) -> None:
+        """Runs those that have come; waits for one where there is nothing else to do."""
+        for _ in range(max(self._commands.qsize(), 0 if self._calls else 1)):
+            _run_command(*self._commands.get())
+
+    # The engine's own `stream` steps whenever it has nothing to hand over, which suits one reader.
+    # Here the steps are the loop's, so it takes each request's tokens from where the runner keeps
+    # them until they are fetched, and uses the stream only to end the requests.
+
+    def _step(self) -> None:
+        try:
+            self._engine._runner._step()
+        except Exception as error:  # whatever it is, those who wait must hear of it
+            self._fail(error)
+        for call in list(self._calls):
+            if call.hand_over():
+                self._forget(call)
+
+    def _open(self, call: _Call, prompts, params, adapters) -> None:
+        count = len(validate.sequence_of_prompts(prompts))
+        self.check_count(count)
+        room, stats = self._room(), self._engine.stats()
+        present = stats.running + stats.waiting
+        if present + count > room:
+            raise QueueFullError(
+                "too many requests are waiting",
+                key="max_waiting",
+                expected=f"at most {room} requests, running and waiting",
+                found=f"{present}, and {count} more",
+                hint="try again later",
+            )
+        runner = self._engine._runner
+        before = len(runner.unfinished)
+        call.requests = self._engine.stream(prompts, params, adapters)
+        call.unread = [runner._deltas[request] for request in runner.unfinished[before:]]
+        call.unfinished = len(call.unread)
+        if not call.hand_over():
+            self._calls.append(call)
+
+    def _score(self, token_ids, adapters, return_logits: bool) -> list[Score]:
+        try:
+            return self._engine.score(token_ids, adapters, return_logits)
+        except LoraMoeError:  # refused before it began
+            raise
+        except Exception as error:  # a step failed, and others were in it
+            self._fail(error)
+            raise
+
+    def _forget(self, call: _Call) -> None:
+        if call in self._calls:
+            self._calls.remove(call)
+            call.requests.close()
+
+    def _fail(self, error: Exception) -> None:
+        for call in list(self._calls):
+            self._forget(call)
+            call.tell(error)
+
+    def _stop(self) -> None:
+        self._fail(EngineClosedError("the engine was closed"))
+        self._stopped = True
+
+
+def _run_command(function: Callable, future: Future) -> None:
+    """A function of its own: what a command holds, an adapter perhaps, goes when it is done."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except Exception as error:  # whatever it is, it is the caller's, not the thread's
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+class _Call:
+    """The requests of one `stream`, between the engine's thread and the task that reads them.
+
+    Attributes:
+      requests: what closing ends them.
+      unread: where the engine puts each one's deltas.
+      items: deltas on their way to the task; then None, or the error that ended them.
+    """
+
+    def __init__(self):
+        self.requests: Iterator[Delta] | None = None
+        self.unread: list = []
+        self.unfinished = 0
+        self.items: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def hand_over(self) -> bool:
+        """Hands over what has come; whether that was the last."""
+        for unread in self.unread:
+            while unread:
+                delta = unread.popleft()
+                self.unfinished -= delta.completion is not None
+                self.tell(delta)
+        if not self.unfinished:
+            self.tell(None)
+        return not self.unfinished
+
+    def tell(self, item: Delta | Exception | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the task's loop has ended, and the task with it
+            self._loop.call_soon_threadsafe(self.items.put_nowait, item)
+
+
+class DeltaStream:
+    """Deltas of the requests of one call as they come. Closing it ends the requests."""
+
+    def __init__(self, call: _Call, end: Callable[[_Call], None]):
+        self._call = call
+        self._end = end
+        self._ended = False
+
+    def __aiter__(self) -> DeltaStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        item = None if self._ended else await self._call.items.get()
+        if isinstance(item, Delta):
+            return item
+        self._ended = True
+        if item is None:
+            raise StopAsyncIteration
+        raise item
+
+    def close(self) -> None:
+        """Ends the requests that are not done; harmless when all are."""
+        if not self._ended:
+            self._ended = True
+            self._end(self._call)
+
+    def __enter__(self) -> DeltaStream:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()

@@ -1,0 +1,128 @@
+"""Loading and unloading adapters over HTTP: off by default, and from one folder only."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from lora_moe_jax.pocket import ADAPTERS
+from tests.server.conftest import LOADED, PROMPT
+
+GREEDY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(autouse=True)
+def only_the_usual_adapters(engine):
+    yield
+    assert sorted(info.name for info in engine.adapters()) == sorted(LOADED)
+
+
+@pytest.fixture
+def quiet(adapter_root):
+    """An adapter in the root."""
+    folder = shutil.copytree(ADAPTERS["quiet"], adapter_root / "quiet")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def load(client, name, path):
+    return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+
+
+def unload(client, name):
+    return client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def refusal(answer, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]["message"]
+
+
+def test_off_by_default(http, quiet):
+    assert "--adapter-root" in refusal(load(http, "new", quiet), 403)
+    assert "--adapter-root" in refusal(unload(http, "shout"), 403)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_load_use_and_unload(admin, engine, quiet, relative):
+    assert load(admin, "new", "quiet" if relative else quiet).status_code == 200
+    listed = admin.get("/v1/models").json()["data"]
+    assert {"new": "pocket"}.items() <= {model["id"]: model["parent"] for model in listed}.items()
+    got = admin.post("/v1/completions", json=GREEDY | {"model": "new"}).json()["choices"][0]
+    assert unload(admin, "new").status_code == 200
+    assert admin.get("/v1/models/new").status_code == 404
+    assert admin.post("/v1/completions", json=GREEDY | {"model": "new"}).status_code == 404
+    base = admin.post("/v1/completions", json=GREEDY | {"model": "pocket"}).json()["choices"][0]
+    assert got["text"] != base["text"]
+
+
+def test_paths_outside_of_the_root(admin, adapter_root, quiet):
+    outside = ADAPTERS["quiet"]
+    neighbour = adapter_root.with_name(adapter_root.name + "-2")
+    for path in (outside, "/", "..", "../..", f"../{neighbour.name}", neighbour, "/nowhere/at/all"):
+        assert "leads out" in refusal(load(admin, "new", path), 403)
+    assert "leads out" in refusal(load(admin, "new", f"quiet/../../{neighbour.name}"), 403)
+
+
+def test_links_out_of_the_root(admin, adapter_root, tmp_path):
+    link = adapter_root / "link"
+    link.symlink_to(ADAPTERS["quiet"])
+    assert "leads out" in refusal(load(admin, "new", "link"), 403)
+    link.unlink()
+    (adapter_root / "files").mkdir()
+    for file in ADAPTERS["quiet"].iterdir():
+        (adapter_root / "files" / file.name).symlink_to(file)
+    assert "leads out" in refusal(load(admin, "new", "files"), 403)
+    shutil.rmtree(adapter_root / "files")
+
+
+def test_links_inside_the_root(admin, adapter_root, quiet):
+    link = adapter_root / "link"
+    link.symlink_to(quiet)
+    assert load(admin, "new", "link").status_code == 200
+    assert unload(admin, "new").status_code == 200
+    link.unlink()
+
+
+def test_paths_to_nothing(admin, adapter_root, quiet):
+    for path in ("missing", "quiet/adapter_config.json", "quiet/deeper"):
+        assert "no such folder" in refusal(load(admin, "new", path), 404)
+    refusal(load(admin, "new", "a\0b"), 400)
+    refusal(load(admin, "new", "x" * 5000), 400)
+    loop = adapter_root / "loop"
+    loop.symlink_to(loop)
+    assert load(admin, "new", "loop").status_code in (400, 404)
+    loop.unlink()
+    (adapter_root / "empty").mkdir()
+    refusal(load(admin, "new", "empty"), 400)
+
+
+def test_bad_adapters_and_names(admin, quiet):
+    refusal(load(admin, "a/b", "quiet"), 400)
+    assert "base model's name" in refusal(load(admin, "pocket", "quiet"), 400)
+    tensors = load_file(quiet / "adapter_model.safetensors")
+    key = min(tensors)
+    save_file(
+        tensors | {key: np.full_like(tensors[key], np.nan)}, quiet / "adapter_model.safetensors"
+    )
+    assert key in refusal(load(admin, "new", "quiet"), 400)
+
+
+def test_bad_bodies(admin):
+    for path in ("load", "unload"):
+        for body in ({}, {"lora_name": 5, "lora_path": "x"}, {"lora_name": "a", "wat": 1}):
+            refusal(admin.post(f"/v1/{path}_lora_adapter", json=body), 400)
+    body = {"lora_name": "shout", "lora_int_id": 1}
+    assert "lora_int_id" in refusal(admin.post("/v1/unload_lora_adapter", json=body), 400)
+    refusal(unload(admin, "nobody"), 404)
+
+
+def test_an_adapter_in_use_stays(admin, slow_steps):
+    body = GREEDY | {"model": "shout", "max_tokens": 100, "stream": True, "ignore_eos": True}
+    with admin.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()  # the connection ends with it
+        next(lines)
+        assert "in use" in refusal(unload(admin, "shout"), 400)

@@ -1,0 +1,188 @@
+"""What is answered to requests that cannot be served: OpenAI's error form, the field by name."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from lora_moe_jax.server import protocol
+from tests.server.conftest import PROMPT, metrics
+
+COMPLETION = {"model": "pocket", "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+CHAT = {
+    "model": "pocket",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 2,
+    "temperature": 0,
+}
+
+BAD_COMPLETIONS = [
+    ({"wat": 1}, "wat"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"best_of": 3}, "best_of"),
+    ({"echo": True}, "echo"),
+    ({"echo": 0}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"messages": []}, "messages"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["a", [1]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
+    ({"prompt": [[1, True]]}, "prompt[1]"),
+    ({"prompt": [[1, "a"]]}, "prompt[1]"),
+    ({"prompt": [1, 2048]}, "prompt[1]"),
+    ({"prompt": [-1]}, "prompt[0]"),
+    ({"prompt": [1] * 127}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "2"}, "max_tokens"),
+    ({"max_tokens": 2000}, "prompt"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_completion_tokens": 2}, "max_completion_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"seed": -1}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", 1]}, "stop"),
+    ({"stop_token_ids": 1}, "stop_token_ids"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"logprobs": 2}, "logprobs"),
+    ({"logprobs": 1, "temperature": 1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 1.0}, "n"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"user": 1}}, "stream_options.user"),
+    ({"stream": True, "stream_options": [1]}, "stream_options"),
+    ({"model": None}, "model"),
+    ({"model": 5}, "model"),
+    ({"prompt": ["a"] * 100, "n": 128}, "prompts"),
+]
+
+BAD_CHATS = [
+    ({"prompt": "x"}, "prompt"),
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "user": "y"}]}, "messages[0].user"),
+    ({"messages": [{"role": "user", "content": "word " * 500}]}, "prompt"),
+    ({"max_completion_tokens": 3}, "max_tokens"),
+    ({"top_logprobs": 1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 5}, "top_logprobs"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"functions": []}, "functions"),
+]
+
+
+def check_refused(answer, status: int = 400) -> dict:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"] == "invalid_request_error"
+    return error
+
+
+@pytest.mark.parametrize(("change", "param"), BAD_COMPLETIONS, ids=lambda v: str(v)[:40])
+def test_bad_completions(http, change, param):
+    error = check_refused(http.post("/v1/completions", json=COMPLETION | change))
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(("change", "param"), BAD_CHATS, ids=lambda v: str(v)[:40])
+def test_bad_chats(http, change, param):
+    error = check_refused(http.post("/v1/chat/completions", json=CHAT | change))
+    assert error["param"] == param
+
+
+def test_bad_requests_with_stream_are_refused_before_it_begins(http):
+    for change in ({"wat": 1}, {"max_tokens": 500}, {"prompt": [5000]}):
+        check_refused(http.post("/v1/completions", json=COMPLETION | change | {"stream": True}))
+
+
+def test_nothing_runs_after_all_that(http):
+    now = metrics(http)
+    assert now["lora_moe_jax_running"] == now["lora_moe_jax_waiting"] == 0
+    assert now["lora_moe_jax_free_pages"] == now["lora_moe_jax_total_pages"]
+
+
+def test_what_changes_nothing_is_accepted(http):
+    harmless = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "best_of": 1,
+        "echo": False,
+        "seed": None,
+        "logprobs": None,
+        "never_heard_of": None,
+    }
+    plain = http.post("/v1/completions", json=COMPLETION).json()
+    got = http.post("/v1/completions", json=COMPLETION | harmless)
+    assert got.status_code == 200, got.text
+    assert got.json()["choices"] == plain["choices"]
+    neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
+    assert http.post("/v1/chat/completions", json=CHAT | neutral).status_code == 200
+
+
+BODIES = {
+    "nothing": b"",
+    "half": b'{"model": "pocket", "prompt": ',
+    "a list": b"[1, 2]",
+    "not utf-8": b'{"model": "\xff"}',
+    "twice": b'{"model": "pocket", "model": "shout", "prompt": "x"}',
+    "nan": b'{"model": "pocket", "prompt": "x", "temperature": NaN}',
+    "half a character": b'{"model": "pocket", "prompt": "\\ud800"}',
+    "deep": b'{"model": ' + b"[" * 100_000,
+    "a long number": b'{"model": "pocket", "prompt": "x", "seed": ' + b"9" * 10_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_malformed_bodies(http, path, body):
+    assert check_refused(http.post(path, content=body))["code"] == "invalid_json"
+
+
+def test_large_bodies(http, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_BODY_BYTES", 100)
+    check_refused(http.post("/v1/completions", content=b"x" * 101), 413)
+    body = json.dumps({"model": "pocket", "prompt": "x", "max_tokens": 1}).encode()
+    assert len(body) <= 100
+    assert http.post("/v1/completions", content=body).status_code == 200
+
+
+def test_unknown_paths_and_methods(http):
+    check_refused(http.get("/v1/nothing"), 404)
+    check_refused(http.get("/v1/completions"), 405)
+    check_refused(http.post("/v1/models", json={}), 405)
+
+
+def test_openais_client_understands_refusals(client):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="pocket", prompt="x", extra_body={"wat": 1})
+    assert (error.value.param, error.value.code) == ("wat", "unknown_parameter")
+    assert "wat is not known" in str(error.value)

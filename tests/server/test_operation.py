@@ -1,0 +1,212 @@
+"""A server at work: health, metrics, keys, clients who leave, a full queue, faults; `serve`."""
+
+from __future__ import annotations
+
+import builtins
+import logging.config
+import os
+import signal
+import socket
+import threading
+from contextlib import ExitStack
+
+import httpx
+import openai
+import pytest
+
+from lora_moe_jax import Engine
+from lora_moe_jax.cli import main
+from lora_moe_jax.pocket import ADAPTERS
+from tests.server.conftest import PROMPT, metrics, wait_for
+
+LONG = {"model": "shout", "prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
+SHORT = {"model": "pocket", "prompt": PROMPT, "max_tokens": 2}
+GENERATED = "lora_moe_jax_generated_tokens_total"
+
+
+def test_health(http):
+    answer = http.get("/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+def test_metrics(http):
+    before = metrics(http)
+    http.post("/v1/completions", json=SHORT | {"ignore_eos": True})
+    http.post("/v1/completions", json=SHORT | {"wat": 1})
+    after = metrics(http)
+    grown = {name for name, value in after.items() if value != before.get(name, 0)}
+    assert grown == {
+        GENERATED,
+        "lora_moe_jax_prompt_tokens_total",
+        "lora_moe_jax_steps_total",
+        'lora_moe_jax_http_responses_total{status="200"}',
+        'lora_moe_jax_http_responses_total{status="400"}',
+    }
+    assert after[GENERATED] - before[GENERATED] == 2
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = answer.text.splitlines()
+    for line in lines:
+        if not line.startswith("#"):
+            name = line.partition("{")[0].partition(" ")[0]
+            kind = "counter" if name.endswith("_total") else "gauge"
+            assert f"# TYPE {name} {kind}" in lines
+            assert any(other.startswith(f"# HELP {name} ") for other in lines)
+
+
+def test_the_key(open_address, admin):
+    assert admin.get("/v1/models").status_code == 200
+    with httpx.Client(base_url=open_address, trust_env=False) as stranger:
+        assert stranger.get("/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            answer = stranger.post("/v1/completions", json=SHORT, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+    with (
+        openai.OpenAI(base_url=f"{open_address}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
+
+
+def idle(http) -> bool:
+    now = metrics(http)
+    return now["lora_moe_jax_running"] == now["lora_moe_jax_waiting"] == 0
+
+
+def test_a_client_that_leaves_a_stream_ends_its_request(http, slow_steps):
+    before = metrics(http)[GENERATED]
+    with http.stream("POST", "/v1/completions", json=LONG | {"n": 2, "stream": True}) as answer:
+        lines = answer.iter_lines()  # the connection ends with it
+        next(lines)
+        assert not idle(http)
+    wait_for(lambda: idle(http))
+    assert metrics(http)[GENERATED] - before < 200
+
+
+def test_a_client_that_leaves_before_the_answer_ends_its_request(http, slow_steps):
+    before = metrics(http)[GENERATED]
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=LONG, timeout=0.3)
+    wait_for(lambda: idle(http))
+    assert metrics(http)[GENERATED] - before < 100
+
+
+def test_a_full_queue(http, client, running, slow_steps, monkeypatch):
+    monkeypatch.setattr(running, "max_waiting", 1)
+    with ExitStack() as stack:
+        for _ in range(5):  # four run, one waits
+            answer = stack.enter_context(
+                http.stream("POST", "/v1/completions", json=LONG | {"stream": True})
+            )
+            assert answer.status_code == 200
+        now = metrics(http)
+        assert (now["lora_moe_jax_running"], now["lora_moe_jax_waiting"]) == (4, 1)
+        answer = http.post("/v1/completions", json=SHORT)
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == "queue_full"
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(**SHORT)
+    wait_for(lambda: idle(http))
+    assert http.post("/v1/completions", json=SHORT).status_code == 200
+    answer = http.post("/v1/completions", json=SHORT | {"n": 6})  # would never fit
+    assert answer.status_code == 400
+
+
+def test_a_failing_step_is_answered_and_the_server_goes_on(http, client, engine, monkeypatch):
+    expected = http.post("/v1/completions", json=SHORT | {"temperature": 0}).json()["choices"]
+
+    def fail(batch):
+        raise RuntimeError("out of order")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner.steps, "forward", fail)
+        answer = http.post("/v1/completions", json=SHORT)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "out of order" not in answer.text
+        with pytest.raises(openai.APIError, match="the server failed"):
+            list(client.completions.create(**SHORT, stream=True))
+    assert idle(http)
+    got = http.post("/v1/completions", json=SHORT | {"temperature": 0}).json()["choices"]
+    assert got == expected
+
+
+# ---- the command ---------------------------------------------------------------------------------
+def test_serve_until_interrupted(engine, monkeypatch, capsys, tmp_path):
+    """The whole command, but for building the engine; Ctrl-C while a stream is open."""
+    asked, answers = {}, []
+
+    def from_pretrained(folder, **options):
+        asked.update(options, folder=folder)
+        return engine
+
+    monkeypatch.setattr(Engine, "from_pretrained", from_pretrained)
+    # It closes the handlers there are, and absl's handler closes the stderr that pytest gave it.
+    monkeypatch.setattr(logging.config, "dictConfig", lambda settings: None)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def visit() -> None:
+        try:
+            with httpx.Client(
+                base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30
+            ) as http:
+                wait_for(lambda: answered(http))
+                answers.append(http.get("/v1/models").json()["data"][0]["id"])
+                body = LONG | {"max_tokens": 30, "stream": True}
+                with http.stream("POST", "/v1/completions", json=body) as answer:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    answers.append(list(answer.iter_lines())[-2])
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGINT)
+            raise
+
+    visitor = threading.Thread(target=visit)
+    visitor.start()
+    arguments = ["serve", "--port", str(port), "--adapter", "shout", "--served-name", "mine"]
+    arguments += ["--adapter-root", str(tmp_path), "--max-length", "64"]
+    assert main(arguments) == 0
+    visitor.join()
+    assert answers == ["mine", "data: [DONE]"]
+    assert f"Serving mine at http://127.0.0.1:{port}/v1" in capsys.readouterr().out
+    assert asked["max_adapters"] == 8 and asked["max_length"] == 64
+
+
+def answered(http) -> bool:
+    try:
+        return http.get("/health").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def test_what_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(Engine, "from_pretrained", None)
+
+    def refusal(*arguments: str) -> str:
+        assert main(["serve", *arguments]) == 2
+        return capsys.readouterr().err
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot listen" in refusal("--port", str(taken.getsockname()[1]))
+    assert "cannot listen" in refusal("--port", "70000")
+    assert "cannot listen" in refusal("--host", "no.such.host.invalid")
+    assert "not a folder" in refusal("--adapter-root", str(tmp_path / "missing"))
+    assert "base model's name" in refusal(
+        "--adapter", f"mine={ADAPTERS['shout']}", "--served-name", "mine"
+    )
+    assert "NAME=FOLDER" in refusal("--adapter", "nobody")
+
+
+def test_without_the_extra(monkeypatch, capsys):
+    real = builtins.__import__
+
+    def without(name, *arguments, **more):
+        if name == "lora_moe_jax.server.run":
+            raise ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn")
+        return real(name, *arguments, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert main(["serve"]) == 2
+    assert 'pip install "lora-moe-jax[serve]"' in capsys.readouterr().err
