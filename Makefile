@@ -12,6 +12,7 @@
 VENV ?= .venv
 PYTHON ?=
 QUICK = not slow and not parity and not gpu
+PARALLEL = -n auto --maxprocesses=4 --dist worksteal
 export PYTHON
 
 AOT = tests/pallas_kernels/test_gpu_ahead_of_time.py tests/pallas_kernels/test_tpu_compile.py
@@ -22,7 +23,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/lora-moe-jax demo
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest -m "$(QUICK)"
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "$(QUICK)"
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
