@@ -53,11 +53,19 @@ class EngineStats:
 
     `compilations` counts the whole process; after warm-up it stays as it is. `adapters` are the
     names; resident ones and bytes on the host include old versions that requests are ending with.
+
+    `prompt_tokens` were computed, `prefix_hit_tokens` found in the cache in their place: of both
+    together, the latter's share is the hit rate. `cached_pages` may be found by later requests;
+    those of them that no running request has are among the `free_pages`, as they make room.
+
+    `preemptions` counts how often a request made room for an older one; its tokens are computed, or
+    found, once more.
     """
 
     compilations: int
     steps: int
     prompt_tokens: int
+    prefix_hit_tokens: int
     generated_tokens: int
     adapters: int
     resident_adapters: int
@@ -65,9 +73,11 @@ class EngineStats:
     adapter_loads: int
     adapter_evictions: int
     adapter_host_bytes: int
+    preemptions: int
     running: int
     waiting: int
     free_pages: int
+    cached_pages: int
     total_pages: int
     bank_bytes: int
     cache_bytes: int
@@ -101,6 +111,7 @@ class Engine:
             pages_per_request=options.pages_per_request,
             token_buckets=options.token_buckets,
             prefill_chunk=options.prefill_chunk,
+            prefix_cache=options.prefix_cache,
         )
         self._runner = Runner(steps, scheduler, codec, config.eos_token_ids, options.max_requests)
 
@@ -120,6 +131,7 @@ class Engine:
         page_size: int = 16,
         token_buckets: Sequence[int] | None = None,
         prefill_chunk: int | None = None,
+        prefix_cache: bool = True,
         progress: bool = False,
     ) -> Engine:
         """Loads a Hugging Face folder, compiles every step, and is ready to serve.
@@ -141,6 +153,8 @@ class Engine:
           token_buckets: sizes of the flat batch that steps are compiled for. Default: one for
             generation and one for prompts.
           prefill_chunk: most tokens of one prompt in one step. Default: the largest bucket.
+          prefix_cache: keep what was computed, while its memory is not needed, for requests that
+            begin with the same tokens under the same version of an adapter. No bit depends on it.
           progress: show progress bars on stderr.
 
         Raises:
@@ -159,6 +173,7 @@ class Engine:
             page_size=page_size,
             token_buckets=token_buckets,
             prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
         )
         checkpoint = Checkpoint.open(folder, config)
         codec = TextCodec.from_folder(folder)
@@ -198,7 +213,9 @@ class Engine:
         check_name(name)
         adapter = self._read_adapter(source)
         self.bank.check(adapter)
-        return self._adapters.add(name, adapter).info
+        info = self._adapters.add(name, adapter).info
+        self._runner.scheduler.drop_unloaded()
+        return info
 
     def _read_adapter(self, source: str | os.PathLike | Adapter) -> Adapter:
         if self.options.max_adapters == 0:
@@ -232,6 +249,7 @@ class Engine:
           AdapterError: it is not loaded, or requests are using it.
         """
         self._adapters.remove(name, when_busy)
+        self._runner.scheduler.drop_unloaded()
 
     def pin_adapter(self, name: str) -> AdapterInfo:
         """Puts an adapter into a slot and keeps it there, under this name, until it is unpinned.
@@ -344,6 +362,7 @@ class Engine:
         return EngineStats(
             compilations=compile_count(),
             **self._runner.counts,
+            **scheduler.counts,
             adapters=len(self.adapters()),
             resident_adapters=pool.resident,
             free_adapter_slots=pool.free,
@@ -353,6 +372,7 @@ class Engine:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             free_pages=scheduler.pool.free,
+            cached_pages=len(scheduler.pool.prefixes),
             total_pages=scheduler.pool.total,
             bank_bytes=self.bank.nbytes,
             cache_bytes=sum(array.nbytes for array in jax.tree.leaves(self._runner.steps.pages)),

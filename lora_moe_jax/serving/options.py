@@ -28,6 +28,7 @@ class EngineOptions:
     page_size: int
     token_buckets: tuple[int, ...]
     prefill_chunk: int
+    prefix_cache: bool = True
 
     @property
     def pages_per_request(self) -> int:
@@ -48,6 +49,7 @@ class EngineOptions:
         max_length: int | None,
         token_buckets: Sequence[int] | None,
         prefill_chunk: int | None,
+        prefix_cache: bool = True,
         **sizes: int,
     ) -> EngineOptions:
         """Checks what the caller gave and fills in the rest.
@@ -80,11 +82,19 @@ class EngineOptions:
         if prefill_chunk is None:
             prefill_chunk = buckets[-1]
         _check_size("prefill_chunk", prefill_chunk)
+        if not isinstance(prefix_cache, bool):
+            raise ConfigError(
+                "an engine option is out of range",
+                key="prefix_cache",
+                expected="True or False",
+                found=repr(prefix_cache),
+            )
         return cls(
             dtype=dtype,
             max_length=max_length,
             token_buckets=buckets,
             prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
             **sizes,
         )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lora_moe_jax.adapters.pool import Entry
+from lora_moe_jax.serving.prefix_cache import CachedPage
 from lora_moe_jax.serving.sampling_params import SamplingParams
 
 
@@ -73,8 +74,9 @@ class Score:
 class Request:
     """A request that waits or runs, with the version of an adapter that it began with.
 
-    `computed` of its `tokens` are in the cache. While it waited for a slot, `passed` others with
-    adapters were admitted before it.
+    `computed` of its `tokens` are in the cache: in its `pages`, of which the first are `cached` and
+    may be others' too. While it waited for a slot, `passed` others with adapters were admitted
+    before it.
     """
 
     index: int
@@ -83,6 +85,7 @@ class Request:
     adapter: Entry | None
     row: int = -1
     pages: list[int] = field(default_factory=list)
+    cached: list[CachedPage] = field(default_factory=list)
     computed: int = 0
     passed: int = 0
     done: bool = False
@@ -107,6 +110,25 @@ class Request:
         """Most tokens that it will put into the cache."""
         return self.prompt_length
 
+    @property
+    def remaining(self) -> int:
+        """Tokens that are known and not in the cache."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generating(self) -> bool:
+        """Whether the one token that remains is one that it generated."""
+        return self.remaining == 1 and self.computed >= self.prompt_length
+
+    def restart(self) -> None:
+        """It has lost its pages and will be computed again; what came out of it stays."""
+        self.row, self.pages, self.cached, self.computed = -1, [], [], 0
+
+    @property
+    def reusable(self) -> int:
+        """How many of its tokens need not be computed if they are in the cache."""
+        return 0
+
 
 @dataclass(eq=False)
 class GenerateRequest(Request):
@@ -126,11 +148,20 @@ class GenerateRequest(Request):
         # The last token is never fed back.
         return self.prompt_length + self.params.max_tokens - 1
 
+    @property
+    def reusable(self) -> int:
+        # The next token is sampled from what the last one gives.
+        return len(self.tokens) - 1
+
 
 @dataclass(eq=False)
 class ScoreRequest(Request):
-    """A request whose own tokens are scored."""
+    """A request whose own tokens are scored, so each of them is computed."""
 
     return_logits: bool = False
     logprobs: list[np.ndarray] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
+
+    def restart(self) -> None:
+        super().restart()
+        self.logprobs, self.logits = [], []

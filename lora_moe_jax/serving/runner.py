@@ -27,7 +27,7 @@ class Runner:
     """Runs requests of the scheduler through the compiled steps.
 
     Attributes:
-      counts: steps, prompt tokens and generated tokens so far.
+      counts: steps, prompt tokens computed and tokens generated so far.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Runner:
         batch = self.scheduler.next_batch()
         with no_compile("a step"):
             hidden = self.steps.forward(batch.device_arrays())
+            self.scheduler.wrote(batch)
             self._sample(batch, hidden)
             self._score(batch, hidden)
         self.counts["steps"] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 
 import numpy as np
 import pytest
@@ -24,7 +25,10 @@ from tests.adapters.tables import GOLDEN
 
 
 def test_a_small_model(tmp_path, capsys):
-    model, file = str(GOLDEN / "qwen3_moe" / "base"), tmp_path / "serving.json"
+    config = json.loads((GOLDEN / "qwen3_moe" / "base" / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "mlp_only_layers": []}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, file = str(tmp_path), tmp_path / "serving.json"
     sizes = "--context 20 --prefill 24 --adapters 1 --adapters 2 --rank 4 --output 6".split()
     command = ["bench", "serving", "--model", model, "--dtype", "float32", "--json", str(file)]
     assert main([*command, "--decode", "2", *sizes]) == 0

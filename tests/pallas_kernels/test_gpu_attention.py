@@ -21,6 +21,7 @@ from tests.pallas_kernels.gpu_interpreter import interpret
 pytestmark = pytest.mark.interpreter
 LENGTHS = (150, 70, 9)  # cached positions of each request: three, two and one blocks
 SCALE = 0.1
+TOKENS = 60
 # A decode row past two blocks, a chunk that begins in one block and ends in another, padding.
 BATCH = [(0, 149), (2, 8), *[(1, position) for position in range(60, 70)], (-1, 0), (-1, 0)]
 
@@ -159,6 +160,8 @@ def test_bits_do_not_depend_on_the_batch(name):
     height=st.sampled_from([1, 2, 5, 8]),
 )
 def test_tiles_cover_every_token_once(runs, height):
+    # One number of tokens for all, as XLA compiles for each.
+    runs = [*runs, (-1, 0, TOKENS - sum(n for _, _, n in runs))]
     request = np.concatenate([np.full(n, r) for r, _, n in runs]).astype(np.int32)
     spans = [np.zeros(n) if r < 0 else np.arange(p, p + n) for r, p, n in runs]
     positions = np.concatenate(spans).astype(np.int32)

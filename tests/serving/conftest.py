@@ -54,13 +54,17 @@ def engines() -> dict[str, Engine]:
 
 @pytest.fixture
 def engine(engines) -> Callable[[str], Engine]:
-    """`engine(family)`; after the test it must be idle, and its adapters are unloaded."""
+    """`engine(family)`; after the test it must be idle, and its adapters are unloaded.
+
+    Tests that want the prefix cache turn it on: the others compute every token.
+    """
     used: dict[str, Engine] = {}
 
     def get(family: str) -> Engine:
         if family not in engines:
             engines[family] = Engine.from_pretrained(GOLDEN / family / "base", **OPTIONS)
         used[family] = engines[family]
+        used[family]._runner.scheduler.prefix_cache = False
         return engines[family]
 
     yield get
@@ -69,5 +73,7 @@ def engine(engines) -> Callable[[str], Engine]:
         stats = one.stats()
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.free_pages == stats.total_pages
+        pool = one._runner.scheduler.pool
+        pool.give_back(pool.take(pool.free))  # whatever the prefix cache has kept
         for info in one.adapters():
             one.unload_adapter(info.name)

@@ -78,8 +78,8 @@ def test_who_has_a_slot_passes_who_waits_for_one():
 
 def test_who_waits_for_pages_or_a_row_is_not_passed():
     one = scheduler(1, "ab", rows=3, pages=4)
-    running = request(one, "a", max_tokens=9)  # 3 pages
-    slotless, large, small = request(one, "b"), request(one, "a", 9), request(one, "a")
+    running = request(one, "a", max_tokens=9)  # 2 pages
+    slotless, large, small = request(one, "b"), request(one, "a", length=12), request(one, "a")
     step(one)
     assert one.running == [running] and list(one.waiting) == [slotless, large, small]
 

@@ -15,13 +15,18 @@ from lora_moe_jax.serving.scheduler import Scheduler
 PAGE, MAX_LENGTH = 4, 32
 
 
+def some_tokens(length: int, index: int) -> list[int]:
+    """Not the first ones of any other request."""
+    return list(range(100 * index, 100 * index + length))
+
+
 def scoring(length: int, index: int = 0) -> ScoreRequest:
-    return ScoreRequest(index, list(range(length)), length, None)
+    return ScoreRequest(index, some_tokens(length, index), length, None)
 
 
 def generating(length: int, max_tokens: int, index: int = 0) -> GenerateRequest:
     params = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(index, list(range(length)), length, None, params=params)
+    return GenerateRequest(index, some_tokens(length, index), length, None, params=params)
 
 
 def scheduler(rows=4, pages=16, buckets=(4, 16), chunk=16) -> Scheduler:
@@ -36,6 +41,7 @@ def scheduler(rows=4, pages=16, buckets=(4, 16), chunk=16) -> Scheduler:
 
 def take_results(one: Scheduler, batch) -> None:
     """What the engine does after a step."""
+    one.wrote(batch)
     for chunk in batch.chunks:
         request = chunk.request
         if chunk.samples:
@@ -100,11 +106,13 @@ def test_every_request_finishes(kinds, rows, pages, chunk, arrivals, closings):
         for i, (kind, length, tokens) in enumerate(kinds)
     ]
     waiting, admitted, dropped = list(todo), [], []
-    for step in range(500):
+    for step in range(800):
         arriving = arrivals[step] if step < len(arrivals) else len(waiting)
         one.add(waiting[:arriving])
         waiting = waiting[arriving:]
+        oldest = one.running[:1]
         batch = one.next_batch()
+        assert one.running[:1] == oldest or not oldest, "the oldest made room for another"
         admitted += [r for r in one.running if r not in admitted]
         if batch is None:
             if not waiting:
