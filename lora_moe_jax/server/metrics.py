@@ -14,9 +14,11 @@ COUNTERS = (
     "compilations",
     "steps",
     "prompt_tokens",
+    "prefix_hit_tokens",
     "generated_tokens",
     "adapter_loads",
     "adapter_evictions",
+    "preemptions",
 )
 
 

@@ -214,7 +214,7 @@ class AsyncEngine:
 
     def _step(self) -> None:
         try:
-            self._engine._runner._step()
+            self._engine._runner.step()
         except Exception as error:  # whatever it is, those who wait must hear of it
             self._fail(error)
         for call in list(self._calls):
@@ -235,9 +235,9 @@ class AsyncEngine:
                 hint="try again later",
             )
         runner = self._engine._runner
-        before = len(runner.unfinished)
+        before = len(runner.deltas)
         call.requests = self._engine.stream(prompts, params, adapters)
-        call.unread = [runner._deltas[request] for request in runner.unfinished[before:]]
+        call.unread = list(runner.deltas.values())[before:]
         call.unfinished = len(call.unread)
         if not call.hand_over():
             self._calls.append(call)

@@ -131,6 +131,7 @@ class Engine:
         page_size: int = 16,
         token_buckets: Sequence[int] | None = None,
         prefill_chunk: int | None = None,
+        cache_tokens: int | None = None,
         prefix_cache: bool = True,
         progress: bool = False,
     ) -> Engine:
@@ -153,6 +154,10 @@ class Engine:
           token_buckets: sizes of the flat batch that steps are compiled for. Default: one for
             generation and one for prompts.
           prefill_chunk: most tokens of one prompt in one step. Default: the largest bucket.
+          cache_tokens: positions that the cache holds for all requests together. Default: enough
+            for every running request to be as long as any. With less, more requests can run than
+            there would be memory for at the worst; then the last one makes room and is computed
+            again.
           prefix_cache: keep what was computed, while its memory is not needed, for requests that
             begin with the same tokens under the same version of an adapter. No bit depends on it.
           progress: show progress bars on stderr.
@@ -173,6 +178,7 @@ class Engine:
             page_size=page_size,
             token_buckets=token_buckets,
             prefill_chunk=prefill_chunk,
+            cache_tokens=cache_tokens,
             prefix_cache=prefix_cache,
         )
         checkpoint = Checkpoint.open(folder, config)

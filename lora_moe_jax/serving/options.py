@@ -28,6 +28,7 @@ class EngineOptions:
     page_size: int
     token_buckets: tuple[int, ...]
     prefill_chunk: int
+    cache_tokens: int
     prefix_cache: bool = True
 
     @property
@@ -37,8 +38,8 @@ class EngineOptions:
 
     @property
     def pages(self) -> int:
-        """Pages of the cache: every running request may be as long as any."""
-        return self.max_requests * self.pages_per_request
+        """Pages of the cache."""
+        return -(-self.cache_tokens // self.page_size)
 
     @classmethod
     def resolve(
@@ -49,6 +50,7 @@ class EngineOptions:
         max_length: int | None,
         token_buckets: Sequence[int] | None,
         prefill_chunk: int | None,
+        cache_tokens: int | None = None,
         prefix_cache: bool = True,
         **sizes: int,
     ) -> EngineOptions:
@@ -82,6 +84,10 @@ class EngineOptions:
         if prefill_chunk is None:
             prefill_chunk = buckets[-1]
         _check_size("prefill_chunk", prefill_chunk)
+        of_request = -(-max_length // sizes["page_size"]) * sizes["page_size"]
+        if cache_tokens is None:
+            cache_tokens = sizes["max_requests"] * of_request
+        _check_size("cache_tokens", cache_tokens, minimum=of_request)
         if not isinstance(prefix_cache, bool):
             raise ConfigError(
                 "an engine option is out of range",
@@ -95,6 +101,7 @@ class EngineOptions:
             token_buckets=buckets,
             prefill_chunk=prefill_chunk,
             prefix_cache=prefix_cache,
+            cache_tokens=cache_tokens,
             **sizes,
         )
 

@@ -28,6 +28,7 @@ class Runner:
 
     Attributes:
       counts: steps, prompt tokens computed and tokens generated so far.
+      deltas: of each unfinished request, in the order in which they came, what nobody has fetched.
     """
 
     def __init__(
@@ -45,17 +46,12 @@ class Runner:
         self._eos_token_ids = eos_token_ids
         self._max_requests = max_requests
         self._streams: dict[Request, TextStream] = {}
-        self._deltas: dict[Request, deque[Delta]] = {}
-
-    @property
-    def unfinished(self) -> list[Request]:
-        """The requests that are waiting or running, or whose output has not been fetched."""
-        return list(self._deltas)
+        self.deltas: dict[Request, deque[Delta]] = {}
 
     def run(self, requests: Sequence[Request]) -> Iterator[Delta]:
         """Steps the engine until these requests are done; others that are running go along."""
         for request in requests:
-            self._deltas[request] = deque()
+            self.deltas[request] = deque()
             if isinstance(request, GenerateRequest) and self._codec is not None:
                 self._streams[request] = TextStream(self._codec, request.params.stop)
         self.scheduler.add(requests)
@@ -70,19 +66,20 @@ class Runner:
             unfinished = list(requests)
             while unfinished:
                 for request in list(unfinished):
-                    while self._deltas[request]:
-                        yield self._deltas[request].popleft()
+                    while self.deltas[request]:
+                        yield self.deltas[request].popleft()
                     if request.done:
                         unfinished.remove(request)
                 if unfinished:
-                    self._step()
+                    self.step()
         finally:
             for request in requests:
                 self.scheduler.finish(request)
-                self._deltas.pop(request, None)
+                self.deltas.pop(request, None)
                 self._streams.pop(request, None)
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Runs one step of all running requests, and keeps what it makes in `deltas`."""
         batch = self.scheduler.next_batch()
         with no_compile("a step"):
             hidden = self.steps.forward(batch.device_arrays())
@@ -119,7 +116,7 @@ class Runner:
             text = None if stream is None else text + stream.finish()
             completion = _completion(request, reason, stream)
         shown = logprob if request.params.logprobs else None
-        self._deltas[request].append(Delta(request.index, token, shown, text, completion))
+        self.deltas[request].append(Delta(request.index, token, shown, text, completion))
 
     def _finish_reason(self, request, token, stream) -> FinishReason | None:
         params = request.params

@@ -116,13 +116,13 @@ def client(address) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def slow_steps(engine, monkeypatch) -> None:
     """A request of a hundred tokens takes more than three seconds."""
-    step = engine._runner._step
+    step = engine._runner.step
 
     def slow() -> None:
         time.sleep(0.03)
         step()
 
-    monkeypatch.setattr(engine._runner, "_step", slow)
+    monkeypatch.setattr(engine._runner, "step", slow)
 
 
 def metrics(http: httpx.Client) -> dict[str, float]:

@@ -23,13 +23,13 @@ def one(engine):
 
 @pytest.fixture
 def slow(one, monkeypatch):
-    step = one._runner._step
+    step = one._runner.step
 
     def slow_step() -> None:
         time.sleep(0.01)
         step()
 
-    monkeypatch.setattr(one._runner, "_step", slow_step)
+    monkeypatch.setattr(one._runner, "step", slow_step)
     return one
 
 

@@ -62,14 +62,20 @@ def test_no_adapters_at_all(engine):
 
 @pytest.mark.slow
 def test_other_sizes_give_the_same_bits(engine):
-    """Buckets, page size, rows and slots are not part of what a row is."""
+    """Buckets, page size, rows, slots and memory are not part of what a row is."""
     sizes = {"token_buckets": [24], "page_size": 5, "max_requests": 3, "max_adapters": 2}
+    sizes["cache_tokens"] = 130  # of one request as long as any
     one, other = Engine.from_pretrained(BASE, **OPTIONS | sizes), engine(FAMILY)
     for some in (one, other):
         some.load_adapter("experts", FOLDERS / "experts")
     batch, names = prompts([3, 30, 17, 61, 8]), ["experts", None, "experts", None, None]
     expected = other.generate(batch, greedy(9), names)
     assert list(map(bits, one.generate(batch, greedy(9), names))) == list(map(bits, expected))
+    long = prompts([50, 60, 55])
+    assert list(map(bits, one.generate(long, greedy(30)))) == list(
+        map(bits, other.generate(long, greedy(30)))
+    )
+    assert one.stats().preemptions > 0 and one.stats().total_pages == 26
 
 
 @pytest.mark.slow
