@@ -27,8 +27,8 @@ from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.options import EngineOptions
 from lora_moe_jax.serving.progress import progress_bar
 from lora_moe_jax.serving.sampling_params import SamplingParams
-from lora_moe_jax.serving.steps import ModelArrays, Steps, allocate_pages
 
+PAGE = 64  # positions of a cache page
 BASE_SHARE = (0.60, 0.75)  # of the roofline, without adapters: must, aim
 ONE_ADAPTER = (0.92, 0.95)  # of the speed without adapters
 PREFILL_ADAPTER = (0.92, 0.96)
@@ -102,29 +102,16 @@ def build_engine(
         max_rank=rank,
         max_requests=requests,
         max_length=min(prompt + output, config.max_position),
-        page_size=64,
+        page_size=PAGE,
         token_buckets=[max(size, requests) for size in sorted(buckets)],
         prefill_chunk=None,
+        cache_tokens=max(load.requests * (load.context + output + PAGE) for load in loads),
     )
     adapters = SlotConfig(slots, rank, dtype, shared_outer=shared_outer) if slots else None
     with progress_bar("making weights", shown=True) as bar:
         model = random_model(config, dtype=dtype, adapters=adapters, progress=bar.update)
     sizes = ModelSizes.of(model)
-    arrays = ModelArrays(model, config, None)
-    pages = allocate_pages(
-        model, config, None, pages=options.pages, page_size=options.page_size, dtype=dtype
-    )
-    with progress_bar("compiling steps", shown=True) as bar:
-        steps = Steps(
-            arrays,
-            config,
-            pages,
-            token_buckets=options.token_buckets,
-            requests=requests,
-            pages_per_request=options.pages_per_request,
-            progress=bar.update,
-        )
-    engine = Engine(arrays, config, None, steps, options)
+    engine = Engine.from_model(model, None, options, progress=True)
     _load_adapters(engine, slots)
     return engine, sizes
 

@@ -23,6 +23,7 @@ from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.errors import AdapterError, RequestError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import load_model
+from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.parallel.mesh import automatic
 from lora_moe_jax.serving import validate
 from lora_moe_jax.serving.compile_cache import use_compile_cache
@@ -188,21 +189,39 @@ class Engine:
             model = load_model(
                 checkpoint, config, dtype=dtype, adapters=slots, mesh=mesh, progress=bar.update
             )
-        arrays = ModelArrays(model, config, mesh)
+        return cls.from_model(model, codec, options, mesh=mesh, progress=progress)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Decoder,
+        codec: TextCodec | None,
+        options: EngineOptions,
+        *,
+        mesh: Mesh | None = None,
+        progress: bool = False,
+    ) -> Engine:
+        """The same for a model on the device whose slots are those of the options."""
+        arrays = ModelArrays(model, model.config, mesh)
         pages = allocate_pages(
-            model, config, mesh, pages=options.pages, page_size=page_size, dtype=dtype
+            model,
+            model.config,
+            mesh,
+            pages=options.pages,
+            page_size=options.page_size,
+            dtype=options.dtype,
         )
         with progress_bar("compiling steps", shown=progress) as bar:
             steps = Steps(
                 arrays,
-                config,
+                model.config,
                 pages,
                 token_buckets=options.token_buckets,
-                requests=max_requests,
+                requests=options.max_requests,
                 pages_per_request=options.pages_per_request,
                 progress=bar.update,
             )
-        return cls(arrays, config, codec, steps, options)
+        return cls(arrays, model.config, codec, steps, options)
 
     # Adapters
 
