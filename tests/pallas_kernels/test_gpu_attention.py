@@ -1,4 +1,4 @@
-"""The Hopper attention kernel in Pallas's interpreter, which also looks for races."""
+"""The Hopper attention kernel: in Pallas's interpreter, which also looks for races, or on a GPU."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention.gpu_tiles import TILE_WORDS, token_tiles
 from tests.pallas_kernels.gpu_interpreter import interpret
 
 pytestmark = pytest.mark.interpreter
+INTERPRETED = jax.default_backend() != "gpu"
 LENGTHS = (150, 70, 9)  # cached positions of each request: three, two and one blocks
 SCALE = 0.1
 TOKENS = 60
@@ -79,19 +80,25 @@ class Case:
         if self.kv_heads:
 
             def run(q, first, second, view):
-                sizes = gpu_attention.grouped_sizes(q, first, second, SCALE, self.window, True)
+                sizes = gpu_attention.grouped_sizes(
+                    q, first, second, SCALE, self.window, INTERPRETED
+                )
                 return gpu_attention.attention_kernel(sizes, q, (first, second), view)
 
         else:
 
             def run(q, first, second, view):
-                sizes = gpu_attention.latent_sizes(q[..., : self.width], first, second, SCALE, True)
+                sizes = gpu_attention.latent_sizes(
+                    q[..., : self.width], first, second, SCALE, INTERPRETED
+                )
                 caches = (first[:, :, None], second[:, :, None])
                 return gpu_attention.attention_kernel(sizes, q, caches, view)
 
         return jax.jit(run)
 
     def run(self, tokens, seed=0):
+        if not INTERPRETED:
+            return np.asarray(self.kernel(*self.arguments(tokens, seed)))
         with mock.patch.object(gpu_attention, "PROGRAMS", 2):
             return interpret(self.kernel, *self.arguments(tokens, seed))
 
