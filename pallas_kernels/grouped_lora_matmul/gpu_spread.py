@@ -27,6 +27,7 @@ from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
 WIDEST = 128  # elements of a line of a row: a copy's box may not be wider than 256,
 MOST_LINES = 256  # nor have more lines
 MOST_STAGES = 8
+COPY_UNIT = 128  # bytes of shared memory that a copy begins at a multiple of
 
 
 def spread_rows(x, position):
@@ -64,7 +65,10 @@ def _spread(x, position, listing: Listing | None):
     rows, width = tokens * choices, x.shape[1]
     line = math.gcd(width, WIDEST)
     lines = width // line
-    stages = min(MOST_STAGES, SHARED_MEMORY // (-(-width * x.dtype.itemsize // 1024) * 1024))
+    # Of shared memory: every stage, which a copy fills, begins at a multiple of its unit.
+    unit = max(1, COPY_UNIT // (line * x.dtype.itemsize))
+    stage_lines = -(-lines // unit) * unit
+    stages = min(MOST_STAGES, SHARED_MEMORY // (stage_lines * line * x.dtype.itemsize))
     programs = min(PROGRAMS, tokens)
     parts = [pl.ds(at, min(MOST_LINES, lines - at)) for at in range(0, lines, MOST_LINES)]
 
@@ -127,7 +131,7 @@ def _spread(x, position, listing: Listing | None):
         grid=(programs,),
         grid_names=("program",),
         scratch_types=dict(
-            stage_of_row=plgpu.SMEM((stages, lines, line), x.dtype),
+            stage_of_row=plgpu.SMEM((stages, stage_lines, line), x.dtype),
             full=plgpu.Barrier(num_arrivals=len(parts), num_barriers=stages),
         ),
         compiler_params=plgpu.CompilerParams(

@@ -208,7 +208,9 @@ def test_many_outers(name, data, seed):
 
 
 # A row of 2056 columns is 257 lines of 8, more than one copy takes.
-@pytest.mark.parametrize("tokens, choices, width", [(20, 3, 256), (7, 1, 2056), (1, 8, 64)])
+@pytest.mark.parametrize(
+    "tokens, choices, width", [(20, 3, 256), (7, 1, 2056), (1, 8, 64), (9, 2, 40)]
+)
 def test_spread(tokens, choices, width):
     rng = np.random.default_rng(0)
     x, position = normal(rng, tokens, width), rng.permutation(tokens * choices).astype(np.int32)
