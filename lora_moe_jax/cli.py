@@ -135,26 +135,36 @@ def _add_bench_serving_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--decode",
-        type=int,
+        type=_positive,
         action="append",
         metavar="REQUESTS",
         help="requests that decode together; may be repeated (default 1, 32, 64)",
     )
-    parser.add_argument("--context", type=int, default=1024, help="their prompts (default 1024)")
     parser.add_argument(
-        "--prefill", type=int, default=4096, help="tokens of one prompt (default 4096)"
+        "--context", type=_positive, default=1024, help="their prompts (default 1024)"
+    )
+    parser.add_argument(
+        "--prefill", type=_positive, default=4096, help="tokens of one prompt (default 4096)"
     )
     parser.add_argument(
         "--adapters",
-        type=int,
+        type=_positive,
         action="append",
         help="adapters that requests use in turns; may be repeated (default 1, 8)",
     )
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rank", type=_positive, default=16)
     parser.add_argument("--shared-outer", action="store_true", help="shared-outer adapters")
-    parser.add_argument("--output", type=int, default=64, help="tokens to generate (default 64)")
+    parser.add_argument(
+        "--output", type=_positive, default=64, help="tokens to generate (default 64)"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, found {text}")
+    return int(text)
 
 
 def _bench_serving(options: argparse.Namespace) -> None:

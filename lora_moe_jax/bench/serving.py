@@ -21,6 +21,7 @@ from lora_moe_jax.bench.serving_row import ServingRow, table
 from lora_moe_jax.bench.serving_work import ModelSizes
 from lora_moe_jax.bench.timing import on_gpu
 from lora_moe_jax.config.model import ModelConfig
+from lora_moe_jax.errors import RequestError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import random_model
 from lora_moe_jax.serving.engine import Engine
@@ -185,6 +186,14 @@ def _decode(engine: Engine, prompts, names, output: int) -> Times:
         if delta.completion is not None:
             break
     stream.close()
+    if len(moments) < 2:
+        raise RequestError(
+            "the first request ended before all of them were decoding",
+            key="--output",
+            expected="more tokens than the prompts of all requests take steps",
+            found=str(output),
+            hint="raise --output, or lower --context or --decode",
+        )
     times, waited = np.diff(np.array(moments), axis=0).T
     return Times(times.tolist(), (times - waited).tolist())
 

@@ -27,6 +27,7 @@ from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
 WIDEST = 128  # elements of a line of a row: a copy's box may not be wider than 256,
 MOST_LINES = 256  # nor have more lines
 MOST_STAGES = 8
+MAX_WIDTH = 32768  # of a row: of wider ones there is no second stage
 COPY_UNIT = 128  # bytes of shared memory that a copy begins at a multiple of
 
 
@@ -34,7 +35,8 @@ def spread_rows(x, position):
     """Rows of x where their choices are.
 
     Args:
-      x: [T, K], K a multiple of 8. position: int32 [T, choices], each row of the result once.
+      x: [T, K], K a multiple of 8 and at most MAX_WIDTH. position: int32 [T, choices], each row
+        of the result once.
 
     Returns:
       [T * choices, K].
@@ -66,8 +68,8 @@ def _spread(x, position, listing: Listing | None):
     line = math.gcd(width, WIDEST)
     lines = width // line
     # Of shared memory: every stage, which a copy fills, begins at a multiple of its unit.
-    unit = max(1, COPY_UNIT // (line * x.dtype.itemsize))
-    stage_lines = -(-lines // unit) * unit
+    lines_of_unit = max(1, COPY_UNIT // (line * x.dtype.itemsize))
+    stage_lines = -(-lines // lines_of_unit) * lines_of_unit
     stages = min(MOST_STAGES, SHARED_MEMORY // (stage_lines * line * x.dtype.itemsize))
     programs = min(PROGRAMS, tokens)
     parts = [pl.ds(at, min(MOST_LINES, lines - at)) for at in range(0, lines, MOST_LINES)]

@@ -42,6 +42,8 @@ def check(x, w, lora, parts):
         refuse("there must be at least one row")
     if x.shape[1] % 8 or any(width % 8 for width in parts):
         refuse("K and every part of N must be multiples of 8, the copy engine's unit")
+    if x.shape[1] > gpu_spread.MAX_WIDTH:
+        refuse(f"K goes up to {gpu_spread.MAX_WIDTH}")
     if pairs and (x.shape[1] % 64 or any(width % 64 for width in parts)):
         refuse("with adapters K and every part of N must be multiples of 64")
     if any(pair.a.shape[2] > MAX_RANK for pair in pairs):

@@ -19,15 +19,14 @@ from lora_moe_jax.bench.serving_work import ModelSizes
 from lora_moe_jax.cli import main
 from lora_moe_jax.config.named import NAMED_CONFIGS, named_config
 from lora_moe_jax.config.reader import read_config
+from lora_moe_jax.errors import RequestError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model
 from tests.adapters.tables import GOLDEN
 
 
 def test_a_small_model(tmp_path, capsys):
-    config = json.loads((GOLDEN / "qwen3_moe" / "base" / "config.json").read_text())
-    config |= {"num_hidden_layers": 1, "mlp_only_layers": []}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    small_config(tmp_path)
     model, file = str(tmp_path), tmp_path / "serving.json"
     sizes = "--context 20 --prefill 24 --adapters 1 --adapters 2 --rank 4 --output 6".split()
     command = ["bench", "serving", "--model", model, "--dtype", "float32", "--json", str(file)]
@@ -43,6 +42,28 @@ def test_a_small_model(tmp_path, capsys):
     assert "A whole model" in capsys.readouterr().out
     assert main(["bench", "show", str(file)]) == 0
     assert "2, r 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--decode", "--context", "--adapters", "--rank", "--output"])
+def test_sizes_are_positive(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "serving", option, "0"])
+    assert f"argument {option}: expected an integer of at least 1" in capsys.readouterr().err
+
+
+def test_too_short_an_output_is_said(tmp_path):
+    engine, _ = serving.build_engine(
+        small_config(tmp_path), [Load("decode", 2, 40, 0)], 4, False, "float32", 2
+    )
+    with pytest.raises(RequestError, match="--output"):
+        serving.measure(engine, Load("decode", 2, 40, 0), 1)
+
+
+def small_config(folder):
+    config = json.loads((GOLDEN / "qwen3_moe" / "base" / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "mlp_only_layers": []}
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_config(folder)
 
 
 def sizes_of(name: str, **slots) -> ModelSizes:

@@ -15,11 +15,13 @@ from pallas_kernels.grouped_lora_matmul import (
     gpu_product,
     gpu_product_layout,
     gpu_shrink,
+    gpu_spread,
     mosaic_gpu,
 )
 from pallas_kernels.grouped_lora_matmul import gpu_schedule as gs
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.mosaic_gpu import MAX_RANK
+from pallas_kernels.hopper.machine import SHARED_MEMORY
 from pallas_kernels.shapes import DECODE_TOKENS, EXPERT_SHAPES, PREFILL_TOKENS
 
 LIMIT = 227 * 1024  # bytes of shared memory that one program of an H200 may have
@@ -182,3 +184,12 @@ def test_few_equal_tiles_leave_no_program_without_work():
     for rows in (1, 3, 17):
         schedule = gs.product_schedule(rows, 128, 64)
         assert schedule.programs <= rows
+
+
+def test_the_widest_rows_that_can_be_spread():
+    """While one row is stored the next is loaded."""
+    assert SHARED_MEMORY // (2 * gpu_spread.MAX_WIDTH) >= 2
+    wide = gpu_spread.MAX_WIDTH
+    mosaic_gpu.check(array(8, wide), array(1, 64, wide), (None,), (64,))
+    with pytest.raises(NotImplementedError, match=f"K goes up to {wide}"):
+        mosaic_gpu.check(array(8, wide + 64), array(1, 64, wide + 64), (None,), (64,))
