@@ -8,6 +8,17 @@ from types import ModuleType
 import jax
 
 
+def platform_implementation() -> str:
+    """What serves a platform best, by name: "mosaic_tpu", "mosaic_gpu" (Hopper) or "xla"."""
+    platform = jax.default_backend()
+    if platform == "tpu":
+        return "mosaic_tpu"
+    if platform == "gpu" and jax.__version_info__ >= (0, 11):
+        capability = getattr(jax.devices()[0], "compute_capability", "")
+        return "mosaic_gpu" if capability == "9.0" else "xla"
+    return "xla"
+
+
 def implementation_module(package: str, implementation: str) -> ModuleType:
     """The module `package.implementation`; a module needs parts of jax that others do not have.
 

@@ -90,7 +90,6 @@ def _verdict(case: AttentionCase, share: float | None) -> str:
 
 
 def _program(case: AttentionCase) -> Program:
-    implementation = "mosaic_gpu" if on_gpu() else None
     view, pages = _view(case), case.requests * -(-case.context // case.page)
     tokens = view.request.shape[0]
 
@@ -101,7 +100,7 @@ def _program(case: AttentionCase) -> Program:
     def queries(seed, width):
         return arrays.normal(seed, tokens, case.heads, width)
 
-    options = dict(scale=case.key_width**-0.5, implementation=implementation)
+    options = dict(scale=case.key_width**-0.5)
     if case.kv_heads:
         inputs = queries(0, case.key_width), cache(1, case.key_width), cache(2, case.value_width)
         return program(

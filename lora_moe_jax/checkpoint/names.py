@@ -30,8 +30,11 @@ def expected_tensors(config: ModelConfig) -> Shapes:
         for name, shape in attention.items():
             shapes[f"{prefix}self_attn.{name}"] = shape
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        sparse = config.moe is not None and config.moe.sparse_layers[layer]
-        mlp = _moe_tensors(config) if sparse else _mlp_tensors(hidden, config.intermediate_size)
+        mlp = (
+            _moe_tensors(config)
+            if config.is_sparse(layer)
+            else _mlp_tensors(hidden, config.intermediate_size)
+        )
         for name, shape in mlp.items():
             shapes[f"{prefix}mlp.{name}"] = shape
     shapes["model.norm.weight"] = (hidden,)

@@ -97,6 +97,10 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer's MLP is routed."""
+        return self.moe is not None and self.moe.sparse_layers[layer]
+
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> ModelConfig:
         """Reads a `config.json`, or that of a model folder; see `config.reader.read_config`."""

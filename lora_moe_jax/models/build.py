@@ -19,14 +19,14 @@ from lora_moe_jax.checkpoint.writer import write_checkpoint
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.layers.build import Build, SlotConfig
-from lora_moe_jax.models import deepseek, qwen3, qwen3_moe
+from lora_moe_jax.models import deepseek, qwen3
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.parallel.mesh import mesh_axes
 from lora_moe_jax.parallel.sharding import named_sharding, sharding_rules
 
 FAMILIES = {
     "qwen3": qwen3.make_layer,
-    "qwen3_moe": qwen3_moe.make_layer,
+    "qwen3_moe": qwen3.make_layer,
     "deepseek_v2": deepseek.make_layer,
     "deepseek_v3": deepseek.make_layer,
 }

@@ -14,6 +14,7 @@ from lora_moe_jax.layers.cache import LayerCache
 from lora_moe_jax.layers.embedding import Embedding, OutputHead
 from lora_moe_jax.layers.experts import MoeMlp
 from lora_moe_jax.layers.norm import RmsNorm
+from lora_moe_jax.models.shared_layers import SharedLayers
 
 
 class DecoderLayer(nnx.Module):
@@ -51,14 +52,17 @@ class Decoder(nnx.Module):
         self,
         config: ModelConfig,
         build: Build,
-        make_layer: Callable[[str, ModelConfig, int, Build], DecoderLayer],
+        make_layer: Callable[[str, ModelConfig, bool, Build], DecoderLayer],
     ):
         self.config = config
         self.embed_tokens = Embedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size, build
         )
         self.layers = nnx.List(
-            [make_layer(f"model.layers.{i}", config, i, build) for i in range(config.num_layers)]
+            [
+                make_layer(f"model.layers.{i}", config, config.is_sparse(i), build)
+                for i in range(config.num_layers)
+            ]
         )
         self.norm = RmsNorm("model.norm", config.hidden_size, config.rms_norm_eps, build)
         self.lm_head = OutputHead(
@@ -77,9 +81,9 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], list[LayerCache]]:
         """Final normed hidden states of a flat batch, and the caches with its tokens added."""
         x = self.embed_tokens(tokens, token_slots)
-        updated = []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, token_slots, cache)
+        updated, call = [], SharedLayers()
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            x, cache = call(self.config.is_sparse(i), layer, x, token_slots, cache)
             updated.append(cache)
         return self.norm(x), updated
 

@@ -13,10 +13,10 @@ from lora_moe_jax.layers.mlp import Mlp
 from lora_moe_jax.models.decoder import DecoderLayer
 
 
-def make_layer(name: str, config: ModelConfig, index: int, build: Build) -> DecoderLayer:
-    """One decoder layer; the first layers are dense."""
+def make_layer(name: str, config: ModelConfig, sparse: bool, build: Build) -> DecoderLayer:
+    """One decoder layer."""
     attention = LatentAttention(f"{name}.self_attn", config, build)
-    if config.moe is not None and config.moe.sparse_layers[index]:
+    if sparse:
         mlp = MoeMlp(f"{name}.mlp", config, build)
     else:
         mlp = Mlp(f"{name}.mlp", config.hidden_size, config.intermediate_size, build)

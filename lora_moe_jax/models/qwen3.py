@@ -1,16 +1,20 @@
-"""Qwen3: grouped-query attention with q/k norms, dense gated MLP."""
+"""Qwen3 and Qwen3-MoE: grouped-query attention with q/k norms, dense or routed gated MLPs."""
 
 from __future__ import annotations
 
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.attention import Attention
 from lora_moe_jax.layers.build import Build
+from lora_moe_jax.layers.experts import MoeMlp
 from lora_moe_jax.layers.mlp import Mlp
 from lora_moe_jax.models.decoder import DecoderLayer
 
 
-def make_layer(name: str, config: ModelConfig, index: int, build: Build) -> DecoderLayer:
-    """One decoder layer; every layer is alike."""
+def make_layer(name: str, config: ModelConfig, sparse: bool, build: Build) -> DecoderLayer:
+    """One decoder layer."""
     attention = Attention(f"{name}.self_attn", config, build)
-    mlp = Mlp(f"{name}.mlp", config.hidden_size, config.intermediate_size, build)
+    if sparse:
+        mlp = MoeMlp(f"{name}.mlp", config, build)
+    else:
+        mlp = Mlp(f"{name}.mlp", config.hidden_size, config.intermediate_size, build)
     return DecoderLayer(name, config, build, attention, mlp)

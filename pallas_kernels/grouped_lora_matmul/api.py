@@ -11,13 +11,12 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.gate import Gate
-from pallas_kernels.implementation import implementation_module
+from pallas_kernels.implementation import implementation_module, platform_implementation
 
 
 class Lora(NamedTuple):
@@ -115,7 +114,7 @@ def choose_backend(implementation: str | None, x, w, lora, parts) -> ModuleType:
         raise NotImplementedError(
             f"{implementation=} is not one of {IMPLEMENTATIONS} ({x.shape=}, {w.shape=})"
         )
-    backend = _module(implementation or _platform_implementation())
+    backend = _module(implementation or platform_implementation())
     try:
         backend.check(x, w, lora, parts)
     except NotImplementedError:
@@ -123,16 +122,6 @@ def choose_backend(implementation: str | None, x, w, lora, parts) -> ModuleType:
             raise
         backend = _module("xla")
     return backend
-
-
-def _platform_implementation() -> str:
-    platform = jax.default_backend()
-    if platform == "tpu":
-        return "mosaic_tpu"
-    if platform == "gpu" and jax.__version_info__ >= (0, 11):
-        capability = getattr(jax.devices()[0], "compute_capability", "")
-        return "mosaic_gpu" if capability == "9.0" else "xla"
-    return "xla"
 
 
 def _module(implementation: str) -> ModuleType:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.implementation import implementation_module
+from pallas_kernels.implementation import implementation_module, platform_implementation
 from pallas_kernels.paged_attention import xla
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
@@ -63,15 +63,14 @@ def paged_attention(
     Isolation: positions outside the token's view are selected away, whatever they hold.
 
     Args:
-      implementation: "xla" (also for None) or "mosaic_gpu", which has run in the interpreter alone.
-        Their bits differ.
+      implementation: "xla" or "mosaic_gpu" (Hopper); None takes what serves the platform and the
+        shapes best. Their bits differ.
 
     Raises:
       NotImplementedError: an implementation that cannot serve these shapes.
     """
-    return _backend(implementation).paged_attention(
-        q, k_pages, v_pages, view, scale, sliding_window
-    )
+    backend = _choose_backend(implementation, "check_grouped", q, k_pages, v_pages)
+    return backend.paged_attention(q, k_pages, v_pages, view, scale, sliding_window)
 
 
 def paged_latent_attention(
@@ -89,12 +88,24 @@ def paged_latent_attention(
     score = (q_latent · latent + q_rope · rope) · scale; the result is the attention-weighted
     latent of each head. Same contract as `paged_attention`.
     """
-    return _backend(implementation).paged_latent_attention(
-        q_latent, q_rope, latent_pages, rope_pages, view, scale
+    backend = _choose_backend(
+        implementation, "check_latent", q_latent, q_rope, latent_pages, rope_pages
     )
+    return backend.paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale)
 
 
-def _backend(implementation: str | None) -> ModuleType:
+def _choose_backend(implementation: str | None, check: str, *arrays) -> ModuleType:
+    """The module that serves arrays of these shapes."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise NotImplementedError(f"{implementation=} is not one of {IMPLEMENTATIONS}")
-    return implementation_module("pallas_kernels.paged_attention", implementation or "xla")
+    name = implementation or platform_implementation()
+    if name not in IMPLEMENTATIONS or name == "xla":
+        return xla
+    backend = implementation_module("pallas_kernels.paged_attention", name)
+    try:
+        getattr(backend, check)(*arrays)
+    except NotImplementedError:
+        if implementation is not None:
+            raise
+        return xla
+    return backend

@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.accumulate import continued
 from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
-from pallas_kernels.hopper.memory import drain, overlaid, views_of
+from pallas_kernels.hopper.memory import drain, overlaid, two_views, views_of
 from pallas_kernels.hopper.store import store_rows, whole_lines
 from pallas_kernels.paged_attention.gpu_tiles import TILE_WORDS, token_tiles
 
@@ -163,7 +163,7 @@ def attention_kernel(sizes: Sizes, q, caches, view):
     scratch = dict(
         # The result takes the place of the queries.
         q_stage=overlaid(
-            [plgpu.SMEM((s.key_lines, ROWS, LINE), q.dtype, transforms=tiled)],
+            two_views((s.key_lines, ROWS, LINE), q.dtype),
             [plgpu.SMEM((s.value_lines, ROWS, LINE), q.dtype, transforms=stored)],
             interpreted=s.interpreted,
         ),
@@ -275,7 +275,8 @@ class _Kernel:
     ):
         self.sizes, self.words, self.page_tables = sizes, words, page_tables
         self.q, self.caches, self.y = q, caches, y
-        (self.q_stage,), (self.out,) = views_of(q_stage, 1, 1, interpreted=sizes.interpreted)
+        views = views_of(q_stage, 2, 1, interpreted=sizes.interpreted)
+        (self.q_load, self.q_stage), (self.out,) = views
         self.stages, self.weights = stages, weights
         self.q_full, self.scored, self.stored = q_full, scored, stored
         self.full, self.empty = full, empty
@@ -382,7 +383,7 @@ class _Kernel:
         for line in range(self.sizes.key_lines):
             rows = pl.ds(unit.token * self.sizes.group, ROWS)
             source = self.q.at[unit.part, rows, pl.ds(line * LINE, LINE)]
-            plgpu.copy_gmem_to_smem(source, self.q_stage.at[line], self.q_full)
+            plgpu.copy_gmem_to_smem(source, self.q_load.at[line], self.q_full)
 
     def attend(self, unit: _Unit, positions, warpgroup, block, state):
         maximum, total, sums, step = state

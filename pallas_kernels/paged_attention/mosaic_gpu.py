@@ -12,21 +12,29 @@ MAX_VALUE_LINES = 2 * LINES_OF_CONSUMER  # of two warpgroups
 MIN_STAGES = 2
 
 
+def check_grouped(q, k_pages, v_pages):
+    """Raises NotImplementedError if the kernel cannot serve these shapes."""
+    _check_arrays(q=q, k_pages=k_pages, v_pages=v_pages)
+    _check_sizes(gpu_attention.grouped_sizes(q, k_pages, v_pages, 1.0, None))
+
+
+def check_latent(q_latent, q_rope, latent_pages, rope_pages):
+    """Raises NotImplementedError if the kernel cannot serve these shapes."""
+    _check_arrays(
+        q_latent=q_latent, q_rope=q_rope, latent_pages=latent_pages, rope_pages=rope_pages
+    )
+    _check_sizes(gpu_attention.latent_sizes(q_latent, latent_pages, rope_pages, 1.0))
+
+
 def paged_attention(q, k_pages, v_pages, view, scale, sliding_window):
     """See `api.paged_attention`."""
-    _check_arrays(q=q, k_pages=k_pages, v_pages=v_pages)
     sizes = gpu_attention.grouped_sizes(q, k_pages, v_pages, scale, sliding_window)
-    _check_sizes(sizes)
     return gpu_attention.attention_kernel(sizes, q, (k_pages, v_pages), view)
 
 
 def paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale):
     """See `api.paged_latent_attention`."""
-    _check_arrays(
-        q_latent=q_latent, q_rope=q_rope, latent_pages=latent_pages, rope_pages=rope_pages
-    )
     sizes = gpu_attention.latent_sizes(q_latent, latent_pages, rope_pages, scale)
-    _check_sizes(sizes)
     q = jnp.concatenate([q_latent, q_rope], axis=2)
     return gpu_attention.attention_kernel(
         sizes, q, (latent_pages[:, :, None], rope_pages[:, :, None]), view

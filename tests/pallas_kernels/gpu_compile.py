@@ -101,6 +101,8 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
 
     cache = array(1024, 16, 4, 128)
     yield "attention", attention, (array(tokens, 32, 128), cache, cache, *view)
+    cache = array(1024, 16, 2, 128)
+    yield "attention of groups of three", attention, (array(tokens, 6, 128), cache, cache, *view)
     queries = [array(tokens, 128, width) for width in (512, 64)]
     pages = [array(1024, 64, width) for width in (512, 64)]
     yield "latent attention", latent_attention, (*queries, *pages, *view)
