@@ -7,6 +7,7 @@ engine's own steps: scheduling, launches, sampling and reading tokens count.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -121,22 +122,26 @@ def _load_adapters(engine: Engine, count: int) -> None:
     """All hold the same random numbers: each has a slot of its own all the same."""
     if not count:
         return
-    rng, pairs = np.random.default_rng(0), {}
+    pairs = {}
     for name, lora in engine.bank.arrays.items():
         projection = engine.bank.projections[name]
         rank, groups = lora.a.shape[2], projection.groups if projection.kind == "expert" else 1
         # kv_b's B lies in two parts, by head.
         b_groups = lora.b.shape[1] if hasattr(lora, "b") else 1
         shapes = (lora.a.shape[1], projection.in_features), (b_groups, projection.out_features)
-        a, b = (
-            (width**-0.5 * rng.standard_normal((g, rank, width), np.float32)).astype(lora.a.dtype)
-            for g, width in shapes
-        )
+        a, b = (_random_factor((g, rank, width), lora.a.dtype) for g, width in shapes)
         ones = np.ones(groups)
         pairs[name] = LoraPair(a, b, ones.astype(np.float32), (rank * ones).astype(np.int32))
     adapter = Adapter(pairs, "stacked", AdapterConfig(r=engine.options.max_rank, target_modules=()))
     for number in range(count):
         engine.load_adapter(str(number), adapter)
+
+
+@functools.cache
+def _random_factor(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """The same for all projections of a shape: a whole adapter has 10⁹ numbers."""
+    values = np.random.default_rng(0).standard_normal(shape, np.float32)
+    return (shape[-1] ** -0.5 * values).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

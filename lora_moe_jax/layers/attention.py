@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.cache import LayerCache
-from lora_moe_jax.layers.linear import Linear
+from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
 from lora_moe_jax.layers.norm import RmsNorm
 from lora_moe_jax.layers.rope import apply_rope
 from pallas_kernels import paged_attention, write_pages
@@ -25,19 +25,15 @@ class Attention(nnx.Module):
         self.axes = build.axes
         # With fewer key/value heads than tensor devices, each device keeps the one it needs.
         self.kv_replicated = build.mesh_axis("heads") and not build.mesh_axis("kv_heads")
-        self.q_proj = Linear(
-            f"{name}.q_proj", hidden, config.num_heads * width, build, out_axis="heads", bias=bias
-        )
-        self.k_proj, self.v_proj = (
-            Linear(
-                f"{name}.{leaf}",
-                hidden,
-                config.num_kv_heads * width,
-                build,
-                out_axis="kv_heads",
-                bias=bias,
-            )
-            for leaf in ("k_proj", "v_proj")
+        keys = config.num_kv_heads * width
+        self.qkv_proj = FusedLinear(
+            (
+                Part(f"{name}.q_proj", config.num_heads * width, "heads", bias),
+                Part(f"{name}.k_proj", keys, "kv_heads", bias),
+                Part(f"{name}.v_proj", keys, "kv_heads", bias),
+            ),
+            hidden,
+            build,
         )
         self.o_proj = Linear(
             f"{name}.o_proj", config.num_heads * width, hidden, build, in_axis="heads", bias=bias
@@ -59,11 +55,10 @@ class Attention(nnx.Module):
         cache: LayerCache,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         tokens, width, rope = x.shape[0], self.config.head_dim, self.config.rope
-        q = self.q_proj(x, token_slots).reshape(tokens, -1, width)
-        k = self._local_kv(self.k_proj(x, token_slots).reshape(tokens, -1, width))
-        v = self._local_kv(self.v_proj(x, token_slots).reshape(tokens, -1, width))
+        q, k, v = (part.reshape(tokens, -1, width) for part in self.qkv_proj(x, token_slots))
         q = apply_rope(self.q_norm(q), positions, rope)
-        k = apply_rope(self.k_norm(k), positions, rope)
+        k = apply_rope(self.k_norm(self._local_kv(k)), positions, rope)
+        v = self._local_kv(v)
         cache = cache._replace(
             first=write_pages(cache.first, k, cache.view),
             second=write_pages(cache.second, v, cache.view),

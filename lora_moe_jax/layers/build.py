@@ -40,6 +40,7 @@ class Build:
     adapters: SlotConfig | None = None
     axes: MeshAxes = MeshAxes()
     rules: tuple[tuple[str, str | None], ...] = ()
+    tensor_devices: int = 1
 
     def mesh_axis(self, logical: str | None) -> str | None:
         """The mesh axis a logical axis is split over, if any."""

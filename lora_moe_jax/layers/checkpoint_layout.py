@@ -32,15 +32,41 @@ AS_STORED = AsStored()
 
 @dataclass(frozen=True)
 class Concatenated:
-    """Tensors of these heights, one under the other: one product for all of them."""
+    """Tensors one under the other: one product for all of them.
+
+    For each of `devices` its rows of the tensors that are `split`, and all rows of the others, so
+    that an even split of the whole gives each device what it needs.
+
+    Attributes:
+      heights: rows of each tensor.
+    """
 
     heights: tuple[int, ...]
+    split: tuple[bool, ...]
+    devices: int = 1
+
+    @property
+    def local_heights(self) -> tuple[int, ...]:
+        """Rows of each tensor on one device."""
+        return tuple(
+            height // self.devices if split else height
+            for height, split in zip(self.heights, self.split, strict=True)
+        )
 
     def load(self, *tensors):
-        return np.concatenate(tensors)
+        shares = [
+            np.split(tensor, self.devices) if split else [tensor] * self.devices
+            for tensor, split in zip(tensors, self.split, strict=True)
+        ]
+        return np.concatenate([share for device in zip(*shares, strict=True) for share in device])
 
     def store(self, parameter):
-        return tuple(np.split(parameter, np.cumsum(self.heights)[:-1]))
+        ends = np.cumsum(self.local_heights)[:-1]
+        of_devices = [np.split(share, ends) for share in np.split(parameter, self.devices)]
+        return tuple(
+            np.concatenate(shares) if split else shares[0]
+            for shares, split in zip(zip(*of_devices, strict=True), self.split, strict=True)
+        )
 
 
 @dataclass(frozen=True)

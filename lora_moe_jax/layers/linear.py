@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -49,38 +51,50 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
+class Part(NamedTuple):
+    """One projection of a `FusedLinear`.
+
+    Attributes:
+      out_axis: the logical axis of its features; where that is split over devices, each makes its
+        own features.
+    """
+
+    name: str
+    width: int
+    out_axis: str | None = None
+    bias: bool = False
+
+
 class FusedLinear(nnx.Module):
-    """Several replicated projections of one input as one product, each with its own adapters.
+    """Several projections of one input as one product, each with its own adapters.
 
     Returns one array for each part, of unequal widths if need be (MLA's q_a and kv_a).
     """
 
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        in_features: int,
-        widths: tuple[int, ...],
-        build: Build,
-        *,
-        bias: bool = False,
-    ):
-        self.widths = widths
-        total = sum(widths)
+    def __init__(self, parts: tuple[Part, ...], in_features: int, build: Build):
+        split = tuple(build.mesh_axis(part.out_axis) is not None for part in parts)
+        layout = Concatenated(
+            tuple(part.width for part in parts), split, build.tensor_devices if any(split) else 1
+        )
+        self.widths = layout.local_heights
         self.weight = build.weight(
-            (total, in_features),
-            (None, None),
-            tuple(f"{name}.weight" for name in names),
-            Concatenated(widths),
+            (sum(self.widths) * layout.devices, in_features),
+            (parts[split.index(True)].out_axis if any(split) else None, None),
+            tuple(f"{part.name}.weight" for part in parts),
+            layout,
         )
         self.biases = nnx.List(
-            [build.bias(width, None, f"{n}.bias") for n, width in zip(names, widths, strict=True)]
-            if bias
-            else []
+            [
+                build.bias(part.width, part.out_axis, f"{part.name}.bias") if part.bias else None
+                for part in parts
+            ]
         )
         self.slots = nnx.List(
             [
-                adapter_slots(Projection(name, in_features, width), build)
-                for name, width in zip(names, widths, strict=True)
+                adapter_slots(
+                    Projection(part.name, in_features, part.width), build, out_axis=part.out_axis
+                )
+                for part in parts
             ]
         )
 
@@ -90,8 +104,8 @@ class FusedLinear(nnx.Module):
         lora = tuple(lora_of(slots) for slots in self.slots)
         y = lora_matmul(x, self.weight[...], token_slots, lora, parts=self.widths)
         parts, start = [], 0
-        for i, width in enumerate(self.widths):
+        for width, bias in zip(self.widths, self.biases, strict=True):
             part = y[:, start : start + width]
-            parts.append(part + self.biases[i][...] if self.biases else part)
+            parts.append(part if bias is None else part + bias[...])
             start += width
         return parts

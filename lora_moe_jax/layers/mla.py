@@ -26,7 +26,7 @@ from lora_moe_jax.config.model import MlaConfig, ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, has_slots, zero_slots
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.cache import LayerCache
-from lora_moe_jax.layers.linear import FusedLinear, Linear
+from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
 from lora_moe_jax.layers.norm import RmsNorm
 from lora_moe_jax.layers.rope import apply_rope, mla_softmax_scale
 from pallas_kernels import Lora, grouped_lora_matmul, paged_latent_attention, write_pages
@@ -42,15 +42,15 @@ class LatentAttention(nnx.Module):
         self.config = config
         head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         queries = config.num_heads * head
-        kv_a = (f"{name}.kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim)
         bias = config.attention_bias
         if mla.q_lora_rank is None:
-            self.q_proj = Linear(f"{name}.q_proj", hidden, queries, build, out_axis="heads")
-            self.a_proj = FusedLinear((kv_a[0],), hidden, (kv_a[1],), build, bias=bias)
+            q = Part(f"{name}.q_proj", queries, "heads")
         else:
-            q_a = (f"{name}.q_a_proj", mla.q_lora_rank)
-            names, widths = zip(q_a, kv_a, strict=True)
-            self.a_proj = FusedLinear(names, hidden, widths, build, bias=bias)
+            q = Part(f"{name}.q_a_proj", mla.q_lora_rank, bias=bias)
+        kv_width = mla.kv_lora_rank + mla.qk_rope_head_dim
+        kv_a = Part(f"{name}.kv_a_proj_with_mqa", kv_width, bias=bias)
+        self.in_proj = FusedLinear((q, kv_a), hidden, build)
+        if mla.q_lora_rank is not None:
             self.q_a_layernorm = RmsNorm(
                 f"{name}.q_a_layernorm", mla.q_lora_rank, MLA_NORM_EPS, build
             )
@@ -83,11 +83,9 @@ class LatentAttention(nnx.Module):
         cache: LayerCache,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         mla, rope = self.config.mla, self.config.rope
-        *q_a, kv_a = self.a_proj(x, token_slots)
-        if mla.q_lora_rank is None:
-            q = self.q_proj(x, token_slots)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(q_a[0]), token_slots)
+        q, kv_a = self.in_proj(x, token_slots)
+        if mla.q_lora_rank is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q), token_slots)
         q = q.reshape(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         q_nope, q_rope = jnp.split(q, [mla.qk_nope_head_dim], axis=-1)
         latent, k_rope = jnp.split(kv_a, [mla.kv_lora_rank], axis=-1)

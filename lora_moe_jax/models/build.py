@@ -21,7 +21,7 @@ from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.layers.build import Build, SlotConfig
 from lora_moe_jax.models import deepseek, qwen3
 from lora_moe_jax.models.decoder import Decoder
-from lora_moe_jax.parallel.mesh import mesh_axes
+from lora_moe_jax.parallel.mesh import axis_size, mesh_axes
 from lora_moe_jax.parallel.sharding import named_sharding, sharding_rules
 
 FAMILIES = {
@@ -42,7 +42,8 @@ def build_model(
 ) -> Decoder:
     """A model with random weights, all on one device; `load_model` splits over a mesh."""
     rules = tuple(sharding_rules(config, mesh).items())
-    build = Build(nnx.Rngs(seed), dtype, adapters, mesh_axes(mesh), rules)
+    devices = axis_size(mesh, "tensor")
+    build = Build(nnx.Rngs(seed), dtype, adapters, mesh_axes(mesh), rules, devices)
     return Decoder(config, build, FAMILIES[config.family])
 
 

@@ -15,8 +15,9 @@ wholly past a row's position (or before its window) changes no bit of it. So bit
 the tile, the chunk or the batch. Values of positions that no row of the tile sees are set to zero,
 as they may be anything, and 0 x NaN is NaN.
 
-With many columns of values two warpgroups share them; both compute S and P, which costs less than
-sending them.
+With many columns of values (latents) two warpgroups have half of O's columns each, and take blocks
+in pairs. Each makes S and P of one block; they agree on the maximum, and P goes to the other by the
+memory of the block's rotary keys, which nobody needs any more.
 """
 
 from __future__ import annotations
@@ -100,8 +101,10 @@ class Sizes:
 
     @property
     def stages(self) -> int:
+        """Blocks in shared memory, a whole number for each consumer."""
         fixed = max(self.key_lines, self.value_lines) * LINE_BYTES
-        return min(MOST_STAGES, (SHARED_MEMORY - fixed) // (sum(self.lines) * LINE_BYTES))
+        stages = min(MOST_STAGES, (SHARED_MEMORY - fixed) // (sum(self.lines) * LINE_BYTES))
+        return stages // self.consumers * self.consumers
 
     def name(self) -> str:
         columns = f"k{self.key_lines * LINE}_v{self.value_lines * LINE}"
@@ -174,9 +177,13 @@ def attention_kernel(sizes: Sizes, q, caches, view):
         full=plgpu.Barrier(num_arrivals=(BLOCK // s.copy) * sum(s.lines), num_barriers=s.stages),
         empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
     )
-    if s.interpreted:
+    if s.consumers > 1:
+        scratch["exchanged"] = plgpu.SMEM((s.consumers, ROWS), jnp.float32)
+        scratch["maxima"] = plgpu.Barrier(num_arrivals=s.consumers)
+        scratch["weighted"] = plgpu.Barrier(num_arrivals=s.consumers)
+    elif s.interpreted:
         # The interpreter multiplies only what is in shared memory.
-        scratch["weights"] = plgpu.SMEM((s.consumers, ROWS, BLOCK), q.dtype)
+        scratch["weights"] = plgpu.SMEM((ROWS, BLOCK), q.dtype)
     kernel = plgpu.kernel(
         functools.partial(_body, s, programs, len(caches)),
         out_type=jax.ShapeDtypeStruct(
@@ -236,7 +243,10 @@ def _body(
 
 @dataclasses.dataclass(frozen=True)
 class _Unit:
-    """A tile of tokens and a part of the heads; it sees blocks [first_block, end_block)."""
+    """A tile of tokens and a part of the heads; it sees rounds [first_round, end_round).
+
+    A round is one block for each consumer.
+    """
 
     part: jax.Array
     token: jax.Array
@@ -244,8 +254,8 @@ class _Unit:
     request: jax.Array
     position: jax.Array
     first: jax.Array  # the first position that its first token sees
-    first_block: jax.Array
-    end_block: jax.Array
+    first_round: jax.Array
+    end_round: jax.Array
 
     @property
     def last(self):
@@ -272,6 +282,9 @@ class _Kernel:
         full,
         empty,
         weights=None,
+        exchanged=None,
+        maxima=None,
+        weighted=None,
     ):
         self.sizes, self.words, self.page_tables = sizes, words, page_tables
         self.q, self.caches, self.y = q, caches, y
@@ -280,6 +293,7 @@ class _Kernel:
         self.stages, self.weights = stages, weights
         self.q_full, self.scored, self.stored = q_full, scored, stored
         self.full, self.empty = full, empty
+        self.exchanged, self.maxima, self.weighted = exchanged, maxima, weighted
 
     def unit_at(self, index) -> _Unit:
         s = self.sizes
@@ -288,7 +302,9 @@ class _Kernel:
             self.words[tile * TILE_WORDS + word] for word in range(TILE_WORDS)
         )
         first = jnp.int32(0) if s.window is None else jnp.maximum(position - s.window + 1, 0)
-        end = lax.div(position + tokens + (BLOCK - 1), jnp.int32(BLOCK))
+        round_size = s.consumers * BLOCK
+        first_round = lax.div(first, jnp.int32(round_size))
+        end_round = lax.div(position + tokens + (round_size - 1), jnp.int32(round_size))
         return _Unit(
             part=lax.rem(index, jnp.int32(s.parts)),
             token=token,
@@ -296,8 +312,8 @@ class _Kernel:
             request=request,
             position=position,
             first=first,
-            first_block=lax.div(first, jnp.int32(BLOCK)),
-            end_block=jnp.where(request >= 0, end, 0),
+            first_round=first_round,
+            end_round=jnp.where(request >= 0, end_round, 0),
         )
 
     def stage_of(self, step):
@@ -322,8 +338,8 @@ class _Kernel:
                 self.load_page(unit, block, number, page, stage)
             return following, step + 1
 
-        start = self.pages_of(unit, unit.first_block), step
-        return lax.fori_loop(unit.first_block, unit.end_block, load, start)[1]
+        first, end = unit.first_round * s.consumers, unit.end_round * s.consumers
+        return lax.fori_loop(first, end, load, (self.pages_of(unit, first), step))[1]
 
     def pages_of(self, unit: _Unit, block):
         """The pages of a block; past the last position, where entries mean nothing, the last."""
@@ -368,10 +384,14 @@ class _Kernel:
             step,
         )
         attend = functools.partial(self.attend, unit, self.positions_of_rows(unit), warpgroup)
-        _, total, sums, step = lax.fori_loop(unit.first_block, unit.end_block, attend, start)
+        _, total, sums, step = lax.fori_loop(unit.first_round, unit.end_round, attend, start)
+        if s.consumers > 1:
+            self.exchanged[warpgroup] = total
         # Nobody reads the queries any more.
         plgpu.barrier_arrive(self.scored)
         plgpu.barrier_wait(self.scored)
+        if s.consumers > 1:
+            total = self.of_consumer(0) + self.of_consumer(1)
         self.store(unit, warpgroup, total, sums)
         return step
 
@@ -385,22 +405,25 @@ class _Kernel:
             source = self.q.at[unit.part, rows, pl.ds(line * LINE, LINE)]
             plgpu.copy_gmem_to_smem(source, self.q_load.at[line], self.q_full)
 
-    def attend(self, unit: _Unit, positions, warpgroup, block, state):
+    def attend(self, unit: _Unit, positions, warpgroup, round_, state):
+        s = self.sizes
         maximum, total, sums, step = state
-        stage = self.stage_of(step)
+        block, stage = round_ * s.consumers + warpgroup, self.stage_of(step + warpgroup)
         plgpu.barrier_wait(self.full.at[stage])
-
-        # Where values are keys too, another warpgroup may read these rows now: as keys of positions
-        # that no row sees, whose scores are selected away.
         first, stop = unit.first - block * BLOCK, unit.last + 1 - block * BLOCK
 
         @pl.when((first > 0) | (stop < BLOCK))
         def _clear_others():
-            self.clear_values(warpgroup, stage, first, stop)
+            self.clear_values(stage, first, stop)
             plgpu.commit_smem()
 
         scores = self.masked(positions, block, self.scores(stage))
         new_maximum = jnp.maximum(maximum, scores.max(axis=1))
+        if s.consumers > 1:
+            self.exchanged[warpgroup] = new_maximum
+            plgpu.barrier_arrive(self.maxima)
+            plgpu.barrier_wait(self.maxima)
+            new_maximum = jnp.maximum(new_maximum, self.of_consumer(1 - warpgroup))
         # Before a row's first visible block the maximum is -inf; keep the arithmetic finite.
         base = jnp.where(new_maximum == -jnp.inf, jnp.zeros_like(new_maximum), new_maximum)
         correction = jnp.exp2(maximum - base)
@@ -408,9 +431,15 @@ class _Kernel:
         total = total * correction + weights.sum(axis=1)
         correction = lax.broadcast_in_dim(correction, (ROWS, LINE), [0])
         sums = tuple(its * correction for its in sums)
-        sums = self.add_values(warpgroup, stage, weights.astype(self.stages.dtype), sums)
-        plgpu.barrier_arrive(self.empty.at[stage])
-        return new_maximum, total, sums, step + 1
+        sums = self.add_values(warpgroup, step, weights.astype(self.stages.dtype), sums)
+        for consumer in range(s.consumers):
+            plgpu.barrier_arrive(self.empty.at[self.stage_of(step + consumer)])
+        return new_maximum, total, sums, step + s.consumers
+
+    def of_consumer(self, warpgroup):
+        """What a consumer has put into `exchanged`, one number for each row."""
+        numbers = plgpu.load(self.exchanged.at[warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
+        return plgpu.layout_cast(numbers, plgpu.Layout.WGMMA.reduce(1))
 
     def scores(self, stage):
         """Q · Kᵀ, scaled for powers of two."""
@@ -438,30 +467,40 @@ class _Kernel:
             visible &= column > last - self.sizes.window
         return jnp.where(visible, scores, jnp.full_like(scores, -jnp.inf))
 
-    def value_line(self, warpgroup, number):
-        """The line of a stage that has some of a warpgroup's values."""
+    def add_values(self, warpgroup, step, weights, sums):
+        """The sums plus P · V, of this consumer's block and then of the other's."""
         s = self.sizes
-        return s.first_value + warpgroup * (s.value_lines // s.consumers) + number
-
-    def add_values(self, warpgroup, stage, weights, sums):
-        """The sums plus P · V."""
+        stage = self.stage_of(step + warpgroup)
         left = weights
-        if self.sizes.interpreted:
-            left = self.weights.at[warpgroup]
+        if s.consumers > 1:
+            shared = self.stages.at[stage, s.value_lines]
+            shared[...] = weights
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.weighted)
+            left = shared if s.interpreted else weights
+        elif s.interpreted:
+            left = self.weights
             left[...] = weights
+        first_line = s.first_value + warpgroup * len(sums)
 
         def add(accumulators):
             for number, accumulator in enumerate(accumulators):
-                values = self.stages.at[stage, self.value_line(warpgroup, number)]
-                plgpu.wgmma(accumulator, left, values)
+                plgpu.wgmma(accumulator, left, self.stages.at[stage, first_line + number])
+            if s.consumers > 1:
+                other = self.stage_of(step + 1 - warpgroup)
+                plgpu.barrier_wait(self.full.at[other])
+                plgpu.barrier_wait(self.weighted)
+                for number, accumulator in enumerate(accumulators):
+                    values = self.stages.at[other, first_line + number]
+                    plgpu.wgmma(accumulator, self.stages.at[other, s.value_lines], values)
             plgpu.wgmma_wait(0)
 
-        return tuple(continued(list(sums), add, self.sizes.interpreted))
+        return tuple(continued(list(sums), add, s.interpreted))
 
-    def clear_values(self, warpgroup, stage, first, stop):
-        """Zeroes a warpgroup's values of a block outside of [first, stop)."""
-        for number in range(self.sizes.value_lines // self.sizes.consumers):
-            tile = self.stages.at[stage, self.value_line(warpgroup, number)]
+    def clear_values(self, stage, first, stop):
+        """Zeroes the values of a block outside of [first, stop)."""
+        for number in range(self.sizes.value_lines):
+            tile = self.stages.at[stage, self.sizes.first_value + number]
             values = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
             seen = (row >= first) & (row < stop)

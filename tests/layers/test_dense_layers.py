@@ -9,7 +9,7 @@ import pytest
 
 from lora_moe_jax.layers.adapter_slots import LoraParam
 from lora_moe_jax.layers.embedding import Embedding, OutputHead
-from lora_moe_jax.layers.linear import FusedLinear, Linear
+from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
 from lora_moe_jax.layers.mlp import Mlp
 from lora_moe_jax.layers.norm import RmsNorm
 from tests.layers.modules import (
@@ -57,9 +57,9 @@ def test_a_layer_without_slots_ignores_them():
 @pytest.mark.parametrize("bias", [False, True])
 def test_fused_linear(bias):
     """Unequal widths; adapters on the second part alone."""
-    names, widths = ("q_a_proj", "kv_a_proj"), (9, 14)
+    parts = Part("q_a_proj", 9, bias=bias), Part("kv_a_proj", 14, bias=bias)
     targets = frozenset({"kv_a_proj"})
-    layer = randomise(FusedLinear(names, HIDDEN, widths, build(targets=targets), bias=bias))
+    layer = randomise(FusedLinear(parts, HIDDEN, build(targets=targets)))
     assert layer.slots[0] is None
     x, slots = normal(TOKENS, HIDDEN), slots_of(TOKENS)
     weights = np.split(wide(layer.weight), [9])

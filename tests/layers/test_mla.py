@@ -84,17 +84,15 @@ def textbook(mla, x, positions, slot):
     config, x = mla.config, np.asarray(x, np.float64)
 
     def fused(i, start, stop):
-        weight = wide(mla.a_proj.weight)[start:stop]
-        y = x @ merged(weight, mla.a_proj.slots[i], slot).T
-        return y + wide(mla.a_proj.biases[i]) if config.attention_bias else y
+        weight = wide(mla.in_proj.weight)[start:stop]
+        y = x @ merged(weight, mla.in_proj.slots[i], slot).T
+        bias = mla.in_proj.biases[i]
+        return y if bias is None else y + wide(bias)
 
-    kv_width = MLA.kv_lora_rank + MLA.qk_rope_head_dim
-    if config.mla.q_lora_rank is None:
-        q = x @ merged(mla.q_proj.weight[...], mla.q_proj.slots, slot).T
-        kv_a = fused(0, 0, kv_width)
-    else:
-        q_a, kv_a = fused(0, 0, MLA.q_lora_rank), fused(1, MLA.q_lora_rank, None)
-        q_a = rms(q_a, wide(mla.q_a_layernorm.weight), 1e-6)
+    first = mla.in_proj.widths[0]
+    q, kv_a = fused(0, 0, first), fused(1, first, None)
+    if config.mla.q_lora_rank is not None:
+        q_a = rms(q, wide(mla.q_a_layernorm.weight), 1e-6)
         q = q_a @ merged(mla.q_b_proj.weight[...], mla.q_b_proj.slots, slot).T
     q = q.reshape(len(x), HEADS, HEAD)
     latent = rms(kv_a[:, : MLA.kv_lora_rank], wide(mla.kv_a_layernorm.weight), 1e-6)

@@ -118,6 +118,7 @@ CASES = {
     "a window": Case(4, 1, 64, 128, page=8, window=20),
     "large pages": Case(4, 4, 64, 64, page=128),
     "latents": Case(4, 0, 64, 64),
+    "latents shared by two": Case(4, 0, 384, 64, page=32),
 }
 SLOW_CASES = {
     "latents of DeepSeek-V3": Case(128, 0, 512, 64),
@@ -143,7 +144,7 @@ def test_large_cases_equal_the_definition(name):
     check(SLOW_CASES[name], BATCH[::3])
 
 
-@pytest.mark.parametrize("name", ["grouped", "a window"])
+@pytest.mark.parametrize("name", ["grouped", "a window", "latents shared by two"])
 def test_bits_do_not_depend_on_the_batch(name):
     """A chunk at once, split at another place, in another order and other pages; and alone."""
     case = CASES[name]
