@@ -17,7 +17,8 @@ as they may be anything, and 0 x NaN is NaN.
 
 With many columns of values (latents) two warpgroups have half of O's columns each, and take blocks
 in pairs. Each makes S and P of one block; they agree on the maximum, and P goes to the other by the
-memory of the block's rotary keys, which nobody needs any more.
+memory of the block's rotary keys, which nobody needs any more. Shared memory holds but one pair, so
+that it is loaded and given back in small pieces: first those that are used last by one consumer.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ BLOCK = 64  # positions of a step: part of the contract, as it decides the order
 LINE = 64  # columns of a copy: 128 bytes, the widest swizzle
 LINE_BYTES = 128 * BLOCK
 LINES_OF_CONSUMER = 4  # of values: more do not fit into a warpgroup's registers
+LINES_OF_PIECE = 2
 MOST_STAGES = 6
 
 
@@ -105,6 +107,22 @@ class Sizes:
         fixed = max(self.key_lines, self.value_lines) * LINE_BYTES
         stages = min(MOST_STAGES, (SHARED_MEMORY - fixed) // (sum(self.lines) * LINE_BYTES))
         return stages // self.consumers * self.consumers
+
+    def pieces(self, owner) -> list[list]:
+        """The lines of a block that are loaded, and given back, together.
+
+        With two consumers: the values that its owner adds, those that the other adds, and the rest,
+        which the other gives back, too.
+        """
+        if self.consumers == 1:
+            return [list(range(sum(self.lines)))]
+        half = self.value_lines // 2
+        pieces = [
+            [whose * half + line for line in range(first, min(first + LINES_OF_PIECE, half))]
+            for whose in (owner, 1 - owner)
+            for first in range(0, half, LINES_OF_PIECE)
+        ]
+        return [*pieces, list(range(self.value_lines, sum(self.lines)))]
 
     def name(self) -> str:
         columns = f"k{self.key_lines * LINE}_v{self.value_lines * LINE}"
@@ -174,8 +192,11 @@ def attention_kernel(sizes: Sizes, q, caches, view):
         q_full=plgpu.Barrier(num_arrivals=s.key_lines),
         scored=plgpu.Barrier(num_arrivals=s.consumers),
         stored=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=1),
-        full=plgpu.Barrier(num_arrivals=(BLOCK // s.copy) * sum(s.lines), num_barriers=s.stages),
-        empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
+        full=[
+            plgpu.Barrier(num_arrivals=BLOCK // s.copy * len(piece), num_barriers=s.stages)
+            for piece in s.pieces(0)
+        ],
+        empty=[plgpu.Barrier(num_barriers=s.stages) for _ in s.pieces(0)],
     )
     if s.consumers > 1:
         scratch["exchanged"] = plgpu.SMEM((s.consumers, ROWS), jnp.float32)
@@ -227,7 +248,8 @@ def _body(
             return kernel.load_unit(unit_at(i), step)
 
         steps = lax.fori_loop(0, mine, load, jnp.int32(0))
-        drain(kernel.empty, steps, sizes.stages)
+        for empty in kernel.empty:
+            drain(empty, steps, sizes.stages)
 
     @pl.when(warpgroup < sizes.consumers)
     def _compute():
@@ -324,22 +346,30 @@ class _Kernel:
     def load_unit(self, unit: _Unit, step):
         s = self.sizes
 
-        def load(block, state):
+        def load(round_, state):
             pages, step = state
-            # Read now, needed for the next block.
-            following = self.pages_of(unit, block + 1)
-            stage = self.stage_of(step)
+            # Read now, needed for the next round.
+            following = self.pages_of_round(unit, round_ + 1)
+            pieces = [s.pieces(owner) for owner in range(s.consumers)]
+            for number in range(len(pieces[0])):
+                for owner in range(s.consumers):
+                    stage = self.stage_of(step + owner)
 
-            @pl.when(step >= s.stages)
-            def _wait():
-                plgpu.barrier_wait(self.empty.at[stage])
+                    @pl.when(step >= s.stages)
+                    def _wait(empty=self.empty[number].at[stage]):
+                        plgpu.barrier_wait(empty)
 
-            for number, page in enumerate(pages):
-                self.load_page(unit, block, number, page, stage)
-            return following, step + 1
+                    block = round_ * s.consumers + owner
+                    full = self.full[number].at[stage]
+                    self.load_lines(unit, block, pages[owner], stage, pieces[owner][number], full)
+            return following, step + s.consumers
 
-        first, end = unit.first_round * s.consumers, unit.end_round * s.consumers
-        return lax.fori_loop(first, end, load, (self.pages_of(unit, first), step))[1]
+        start = self.pages_of_round(unit, unit.first_round), step
+        return lax.fori_loop(unit.first_round, unit.end_round, load, start)[1]
+
+    def pages_of_round(self, unit: _Unit, round_):
+        first = round_ * self.sizes.consumers
+        return tuple(self.pages_of(unit, first + i) for i in range(self.sizes.consumers))
 
     def pages_of(self, unit: _Unit, block):
         """The pages of a block; past the last position, where entries mean nothing, the last."""
@@ -351,21 +381,20 @@ class _Kernel:
             for start in starts
         )
 
-    def load_page(self, unit: _Unit, block, number, page, stage):
+    def load_lines(self, unit: _Unit, block, pages, stage, lines, full):
         s = self.sizes
-        inside = lax.rem(block * BLOCK + number * s.copy, jnp.int32(s.page))
-        positions = pl.ds(pl.multiple_of(inside, s.copy), s.copy)
         head = lax.div(unit.part, jnp.int32(s.units_of_head))
-        rows = pl.ds(number * s.copy, s.copy)
-        lines = [
-            (cache, i) for cache, n in zip(self.caches, s.lines, strict=True) for i in range(n)
-        ]
-        for line, (cache, i) in enumerate(lines):
-            plgpu.copy_gmem_to_smem(
-                cache.at[page, positions, head, pl.ds(i * LINE, LINE)],
-                self.stages.at[stage, line, rows],
-                self.full.at[stage],
-            )
+        places = [(c, i) for c, n in zip(self.caches, s.lines, strict=True) for i in range(n)]
+        for number, page in enumerate(pages):
+            inside = lax.rem(block * BLOCK + number * s.copy, jnp.int32(s.page))
+            positions = pl.ds(pl.multiple_of(inside, s.copy), s.copy)
+            for line in lines:
+                cache, i = places[line]
+                plgpu.copy_gmem_to_smem(
+                    cache.at[page, positions, head, pl.ds(i * LINE, LINE)],
+                    self.stages.at[stage, line, pl.ds(number * s.copy, s.copy)],
+                    full,
+                )
 
     # The consumer warpgroups.
 
@@ -408,16 +437,8 @@ class _Kernel:
     def attend(self, unit: _Unit, positions, warpgroup, round_, state):
         s = self.sizes
         maximum, total, sums, step = state
-        block, stage = round_ * s.consumers + warpgroup, self.stage_of(step + warpgroup)
-        plgpu.barrier_wait(self.full.at[stage])
-        first, stop = unit.first - block * BLOCK, unit.last + 1 - block * BLOCK
-
-        @pl.when((first > 0) | (stop < BLOCK))
-        def _clear_others():
-            self.clear_values(stage, first, stop)
-            plgpu.commit_smem()
-
-        scores = self.masked(positions, block, self.scores(stage))
+        block = round_ * s.consumers + warpgroup
+        scores = self.masked(positions, block, self.scores(unit, block, step, warpgroup))
         new_maximum = jnp.maximum(maximum, scores.max(axis=1))
         if s.consumers > 1:
             self.exchanged[warpgroup] = new_maximum
@@ -432,8 +453,6 @@ class _Kernel:
         correction = lax.broadcast_in_dim(correction, (ROWS, LINE), [0])
         sums = tuple(its * correction for its in sums)
         sums = self.add_values(warpgroup, step, weights.astype(self.stages.dtype), sums)
-        for consumer in range(s.consumers):
-            plgpu.barrier_arrive(self.empty.at[self.stage_of(step + consumer)])
         return new_maximum, total, sums, step + s.consumers
 
     def of_consumer(self, warpgroup):
@@ -441,17 +460,28 @@ class _Kernel:
         numbers = plgpu.load(self.exchanged.at[warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
         return plgpu.layout_cast(numbers, plgpu.Layout.WGMMA.reduce(1))
 
-    def scores(self, stage):
+    def scores(self, unit: _Unit, block, step, warpgroup):
         """Q · Kᵀ, scaled for powers of two."""
+        s, stage = self.sizes, self.stage_of(step + warpgroup)
+        first, stop = unit.first - block * BLOCK, unit.last + 1 - block * BLOCK
 
         def multiply(accumulator):
-            for line in range(self.sizes.key_lines):
-                plgpu.wgmma(accumulator, self.q_stage.at[line], self.stages.at[stage, line].T)
+            for lines, full in zip(s.pieces(warpgroup), self.full, strict=True):
+                plgpu.barrier_wait(full.at[stage])
+
+                @pl.when((first > 0) | (stop < BLOCK))
+                def _clear_others(lines=lines):
+                    self.clear_values(stage, lines, first, stop)
+                    plgpu.commit_smem()
+
+                for line in lines[: s.key_lines]:
+                    keys = self.stages.at[stage, line].T
+                    plgpu.wgmma(accumulator, self.q_stage.at[line], keys)
             plgpu.wgmma_wait(0)
             return accumulator[...]
 
         scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK)))
-        return scores * (self.sizes.scale * math.log2(math.e))
+        return scores * (s.scale * math.log2(math.e))
 
     def positions_of_rows(self, unit: _Unit):
         """The position of each row's token."""
@@ -468,39 +498,62 @@ class _Kernel:
         return jnp.where(visible, scores, jnp.full_like(scores, -jnp.inf))
 
     def add_values(self, warpgroup, step, weights, sums):
-        """The sums plus P · V, of this consumer's block and then of the other's."""
-        s = self.sizes
-        stage = self.stage_of(step + warpgroup)
-        left = weights
-        if s.consumers > 1:
+        """The sums plus P · V, of this consumer's block and then of the other's.
+
+        Gives pieces back as their last products end.
+        """
+        s, half = self.sizes, len(self.full) // 2
+        stage, left = self.stage_of(step + warpgroup), weights
+        if s.interpreted:
+            left = self.stages.at[stage, s.value_lines] if s.consumers > 1 else self.weights
+        if s.consumers == 1:
+            if s.interpreted:
+                left[...] = weights
+            lines = range(s.first_value, s.first_value + s.value_lines)
+            own, others = [(self.empty[0], lines)], []
+        else:
+            own = list(zip(self.empty, s.pieces(warpgroup), strict=True))[:half]
+            others = list(zip(self.empty, s.pieces(1 - warpgroup), strict=True))[half:]
+            # Its rotary keys are past all products.
             shared = self.stages.at[stage, s.value_lines]
             shared[...] = weights
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.weighted)
-            left = shared if s.interpreted else weights
-        elif s.interpreted:
-            left = self.weights
-            left[...] = weights
-        first_line = s.first_value + warpgroup * len(sums)
 
         def add(accumulators):
-            for number, accumulator in enumerate(accumulators):
-                plgpu.wgmma(accumulator, left, self.stages.at[stage, first_line + number])
-            if s.consumers > 1:
+            def multiply(left, stage, pieces):
+                lines = [line for _, lines in pieces for line in lines]
+                for accumulator, line in zip(accumulators, lines, strict=False):
+                    plgpu.wgmma(accumulator, left, self.stages.at[stage, line])
+
+            def give_back(stage, pieces, pending):
+                for empty, lines in pieces:
+                    pending = max(0, pending - len(lines))
+                    plgpu.wgmma_wait(pending)
+                    plgpu.barrier_arrive(empty.at[stage])
+
+            multiply(left, stage, own)
+            if others:
                 other = self.stage_of(step + 1 - warpgroup)
-                plgpu.barrier_wait(self.full.at[other])
+                for full in self.full[half:]:
+                    plgpu.barrier_wait(full.at[other])
                 plgpu.barrier_wait(self.weighted)
-                for number, accumulator in enumerate(accumulators):
-                    values = self.stages.at[other, first_line + number]
-                    plgpu.wgmma(accumulator, self.stages.at[other, s.value_lines], values)
-            plgpu.wgmma_wait(0)
+                multiply(self.stages.at[other, s.value_lines], other, others[:-1])
+            pending = len(accumulators)
+            give_back(stage, own, pending * (1 + bool(others)))
+            if others:
+                give_back(other, others, pending)
 
         return tuple(continued(list(sums), add, s.interpreted))
 
-    def clear_values(self, stage, first, stop):
-        """Zeroes the values of a block outside of [first, stop)."""
-        for number in range(self.sizes.value_lines):
-            tile = self.stages.at[stage, self.sizes.first_value + number]
+    def clear_values(self, stage, lines, first, stop):
+        """Zeroes the values among some lines of a block outside of [first, stop)."""
+        s = self.sizes
+        for line in lines:
+            # Lines of values come first where there are two consumers.
+            if s.consumers == 1 and line < s.first_value:
+                continue
+            tile = self.stages.at[stage, line]
             values = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
             seen = (row >= first) & (row < stop)
