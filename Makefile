@@ -15,7 +15,8 @@ QUICK = not slow and not parity and not gpu
 PARALLEL = -n auto --maxprocesses=4 --dist worksteal
 export PYTHON
 
-AOT = tests/pallas_kernels/test_gpu_ahead_of_time.py tests/pallas_kernels/test_tpu_compile.py
+AOT = tests/pallas_kernels/test_gpu_ahead_of_time.py tests/pallas_kernels/test_tpu_compile.py \
+	tests/pallas_kernels/test_tpu_attention.py
 
 .PHONY: demo test lint aot clean
 

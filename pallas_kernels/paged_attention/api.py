@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.implementation import implementation_module, platform_implementation
 from pallas_kernels.paged_attention import xla
 
-IMPLEMENTATIONS = ("xla", "mosaic_gpu")
+IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
 
 
 class PageView(NamedTuple):
@@ -63,8 +63,8 @@ def paged_attention(
     Isolation: positions outside the token's view are selected away, whatever they hold.
 
     Args:
-      implementation: "xla" or "mosaic_gpu" (Hopper); None takes what serves the platform and the
-        shapes best. Their bits differ.
+      implementation: "xla", "mosaic_gpu" (Hopper) or "mosaic_tpu" (which has run in the interpreter
+        alone). None: "mosaic_gpu" where it serves, else "xla". Their bits differ.
 
     Raises:
       NotImplementedError: an implementation that cannot serve these shapes.
@@ -95,17 +95,18 @@ def paged_latent_attention(
 
 
 def _choose_backend(implementation: str | None, check: str, *arrays) -> ModuleType:
-    """The module that serves arrays of these shapes."""
+    """The module that serves arrays of these shapes; one that is asked for by name checks them."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise NotImplementedError(f"{implementation=} is not one of {IMPLEMENTATIONS}")
-    name = implementation or platform_implementation()
-    if name not in IMPLEMENTATIONS or name == "xla":
+    if implementation == "xla" or (
+        implementation is None and platform_implementation() != "mosaic_gpu"
+    ):
         return xla
-    backend = implementation_module("pallas_kernels.paged_attention", name)
-    try:
-        getattr(backend, check)(*arrays)
-    except NotImplementedError:
-        if implementation is not None:
-            raise
-        return xla
+    package = "pallas_kernels.paged_attention"
+    backend = implementation_module(package, implementation or "mosaic_gpu")
+    if implementation is None:
+        try:
+            getattr(backend, check)(*arrays)
+        except NotImplementedError:
+            return xla
     return backend

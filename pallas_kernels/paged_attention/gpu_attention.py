@@ -37,7 +37,7 @@ from pallas_kernels.hopper.accumulate import continued
 from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
 from pallas_kernels.hopper.memory import drain, overlaid, two_views, views_of
 from pallas_kernels.hopper.store import store_rows, whole_lines
-from pallas_kernels.paged_attention.gpu_tiles import TILE_WORDS, token_tiles
+from pallas_kernels.paged_attention.tiles import TILE_WORDS, token_tiles
 
 ROWS = 64  # (token, head) pairs of a unit
 BLOCK = 64  # positions of a step: part of the contract, as it decides the order of sums

@@ -28,12 +28,14 @@ def check_latent(q_latent, q_rope, latent_pages, rope_pages):
 
 def paged_attention(q, k_pages, v_pages, view, scale, sliding_window):
     """See `api.paged_attention`."""
+    check_grouped(q, k_pages, v_pages)
     sizes = gpu_attention.grouped_sizes(q, k_pages, v_pages, scale, sliding_window)
     return gpu_attention.attention_kernel(sizes, q, (k_pages, v_pages), view)
 
 
 def paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale):
     """See `api.paged_latent_attention`."""
+    check_latent(q_latent, q_rope, latent_pages, rope_pages)
     sizes = gpu_attention.latent_sizes(q_latent, latent_pages, rope_pages, scale)
     q = jnp.concatenate([q_latent, q_rope], axis=2)
     return gpu_attention.attention_kernel(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import PageView, paged_attention, paged_latent_attention
 from pallas_kernels.paged_attention import gpu_attention, reference
-from pallas_kernels.paged_attention.gpu_tiles import TILE_WORDS, token_tiles
+from pallas_kernels.paged_attention.tiles import TILE_WORDS, token_tiles
 from tests.pallas_kernels.gpu_interpreter import interpret
 
 pytestmark = pytest.mark.interpreter

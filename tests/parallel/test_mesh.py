@@ -83,7 +83,8 @@ def score_mixed(family: str, mesh) -> np.ndarray:
 )
 def test_mesh_equals_one_device(family, mesh, one_device):
     split = score_mixed(family, make_mesh(MESHES[mesh]))
-    np.testing.assert_allclose(split, one_device(family), rtol=0, atol=1e-5)
+    # Sums over devices round in another order.
+    np.testing.assert_allclose(split, one_device(family), rtol=0, atol=2e-5)
 
 
 def test_weights_and_cache_are_split():

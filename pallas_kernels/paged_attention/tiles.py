@@ -1,4 +1,4 @@
-"""Which tokens of a flat batch one unit of a Hopper attention kernel works on."""
+"""Which tokens of a flat batch one unit of an attention kernel works on."""
 
 from __future__ import annotations
 
