@@ -157,6 +157,12 @@ def _add_bench_serving_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=_positive, default=64, help="tokens to generate (default 64)"
     )
+    parser.add_argument(
+        "--decode-steps",
+        type=_positive,
+        default=1,
+        help="decode steps that the device takes by itself where it can (default 1)",
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
 
@@ -185,6 +191,7 @@ def _bench_serving(options: argparse.Namespace) -> None:
         shared_outer=options.shared_outer,
         dtype=options.dtype,
         output=options.output,
+        decode_steps=options.decode_steps,
         json_file=options.json,
     )
 

@@ -71,6 +71,7 @@ def run_serving(
     shared_outer: bool = False,
     dtype: str = "bfloat16",
     output: int = 64,
+    decode_steps: int = 1,
     json_file: Path | None = None,
 ) -> Report:
     """Measures the loads on one engine, prints the table and writes the rows as JSON."""
@@ -78,7 +79,9 @@ def run_serving(
     report = Report(this_environment(), {"serving": rows})
     if json_file is not None:
         report.write(json_file)
-    engine, sizes = build_engine(config, loads, rank, shared_outer, dtype, output)
+    engine, sizes = build_engine(config, loads, rank, shared_outer, dtype, output, decode_steps)
+    if decode_steps > 1:
+        name = f"{name}, {decode_steps} steps at once"
     # Without adapters first: the others are compared with it.
     for load in sorted(loads, key=lambda load: load.adapters):
         times = measure(engine, load, output)
@@ -90,7 +93,13 @@ def run_serving(
 
 
 def build_engine(
-    config: ModelConfig, loads, rank: int, shared_outer: bool, dtype: str, output: int
+    config: ModelConfig,
+    loads,
+    rank: int,
+    shared_outer: bool,
+    dtype: str,
+    output: int,
+    decode_steps: int = 1,
 ) -> tuple[Engine, ModelSizes]:
     """An engine of random weights whose steps and cache fit the loads, with its adapters loaded."""
     slots = max(load.adapters for load in loads)
@@ -107,6 +116,7 @@ def build_engine(
         page_size=PAGE,
         token_buckets=[max(size, requests) for size in sorted(buckets)],
         prefill_chunk=None,
+        decode_steps=decode_steps,
         cache_tokens=max(load.requests * (load.context + output + PAGE) for load in loads),
     )
     adapters = SlotConfig(slots, rank, dtype, shared_outer=shared_outer) if slots else None
@@ -186,7 +196,7 @@ def _decode(engine: Engine, prompts, names, output: int) -> Times:
         if runner.counts["steps"] != seen:
             seen = runner.counts["steps"]
             if len(begun) == len(prompts):
-                moments.append((time.perf_counter(), runner.steps.waited))
+                moments.append((time.perf_counter(), runner.steps.waited, seen))
         begun.add(delta.index)
         if delta.completion is not None:
             break
@@ -199,8 +209,8 @@ def _decode(engine: Engine, prompts, names, output: int) -> Times:
             found=str(output),
             hint="raise --output, or lower --context or --decode",
         )
-    times, waited = np.diff(np.array(moments), axis=0).T
-    return Times(times.tolist(), (times - waited).tolist())
+    times, waited, steps = np.diff(np.array(moments), axis=0).T
+    return Times((times / steps).tolist(), ((times - waited) / steps).tolist())
 
 
 def _row(name, sizes, load, rank, shared_outer, output, times: Times, rows) -> ServingRow:

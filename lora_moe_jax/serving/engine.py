@@ -59,12 +59,16 @@ class EngineStats:
     together, the latter's share is the hit rate. `cached_pages` may be found by later requests;
     those of them that no running request has are among the `free_pages`, as they make room.
 
+    `steps` were begun; `host_ms_per_step` is how long the host works for one, on average, while it
+    does not wait for the device.
+
     `preemptions` counts how often a request made room for an older one; its tokens are computed, or
     found, once more.
     """
 
     compilations: int
     steps: int
+    host_ms_per_step: float
     prompt_tokens: int
     prefix_hit_tokens: int
     generated_tokens: int
@@ -113,8 +117,9 @@ class Engine:
             token_buckets=options.token_buckets,
             prefill_chunk=options.prefill_chunk,
             prefix_cache=options.prefix_cache,
+            decode_steps=options.decode_steps,
         )
-        self._runner = Runner(steps, scheduler, codec, config.eos_token_ids, options.max_requests)
+        self._runner = Runner(steps, scheduler, codec, config.eos_token_ids)
 
     @classmethod
     def from_pretrained(
@@ -134,6 +139,7 @@ class Engine:
         prefill_chunk: int | None = None,
         cache_tokens: int | None = None,
         prefix_cache: bool = True,
+        decode_steps: int = 1,
         progress: bool = False,
     ) -> Engine:
         """Loads a Hugging Face folder, compiles every step, and is ready to serve.
@@ -161,6 +167,10 @@ class Engine:
             again.
           prefix_cache: keep what was computed, while its memory is not needed, for requests that
             begin with the same tokens under the same version of an adapter. No bit depends on it.
+          decode_steps: how many tokens of each request the device generates without the host while
+            nobody waits, no prompt is left and no request reaches its max_tokens. Tokens then come
+            in groups of this many, and a new request may wait for two of them. No bit depends on
+            it.
           progress: show progress bars on stderr.
 
         Raises:
@@ -181,6 +191,7 @@ class Engine:
             prefill_chunk=prefill_chunk,
             cache_tokens=cache_tokens,
             prefix_cache=prefix_cache,
+            decode_steps=decode_steps,
         )
         checkpoint = Checkpoint.open(folder, config)
         codec = TextCodec.from_folder(folder)
@@ -220,6 +231,7 @@ class Engine:
                 requests=options.max_requests,
                 pages_per_request=options.pages_per_request,
                 progress=bar.update,
+                decode_steps=options.decode_steps,
             )
         return cls(arrays, model.config, codec, steps, options)
 
@@ -284,10 +296,12 @@ class Engine:
         Raises:
           AdapterError: it is not loaded, no slot can be had now, or too many are pinned.
         """
+        self._runner.scheduler.look_again()
         return self._adapters.pin(name)
 
     def unpin_adapter(self, name: str) -> AdapterInfo:
         """Lets others take the adapter's slot again. Raises AdapterError if it is not loaded."""
+        self._runner.scheduler.look_again()
         return self._adapters.unpin(name)
 
     def adapters(self) -> list[AdapterInfo]:
@@ -387,6 +401,7 @@ class Engine:
         return EngineStats(
             compilations=compile_count(),
             **self._runner.counts,
+            host_ms_per_step=self._runner.host_ms_per_step,
             **scheduler.counts,
             adapters=len(self.adapters()),
             resident_adapters=pool.resident,

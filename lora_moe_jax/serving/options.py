@@ -30,6 +30,9 @@ class EngineOptions:
     prefill_chunk: int
     cache_tokens: int
     prefix_cache: bool = True
+    # One by default: the loop is one more whole model to compile, a host that works ahead of the
+    # device gains little by it, and tokens come in groups.
+    decode_steps: int = 1
 
     @property
     def pages_per_request(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -77,6 +78,10 @@ class Request:
     `computed` of its `tokens` are in the cache: in its `pages`, of which the first are `cached` and
     may be others' too. While it waited for a slot, `passed` others with adapters were admitted
     before it.
+
+    `pending` results, further tokens or the last of a score, are on their way: the steps that give
+    them have been begun, and not read. `life` counts how often it was taken out of its row: what a
+    step gives is for the life in which the step was begun.
     """
 
     index: int
@@ -88,6 +93,8 @@ class Request:
     cached: list[CachedPage] = field(default_factory=list)
     computed: int = 0
     passed: int = 0
+    pending: int = 0
+    life: int = 0
     done: bool = False
 
     @property
@@ -105,24 +112,22 @@ class Request:
         """The version that it began with, whatever was loaded since."""
         return None if self.adapter is None else self.adapter.info.version
 
-    @property
+    @functools.cached_property
     def capacity(self) -> int:
         """Most tokens that it will put into the cache."""
         return self.prompt_length
 
     @property
-    def remaining(self) -> int:
-        """Tokens that are known and not in the cache."""
-        return len(self.tokens) - self.computed
-
-    @property
-    def generating(self) -> bool:
-        """Whether the one token that remains is one that it generated."""
-        return self.remaining == 1 and self.computed >= self.prompt_length
+    def ready(self) -> int:
+        """How many tokens, pending ones too, may be in the cache after the next step."""
+        return min(len(self.tokens) + self.pending, self.capacity)
 
     def restart(self) -> None:
-        """It has lost its pages and will be computed again; what came out of it stays."""
-        self.row, self.pages, self.cached, self.computed = -1, [], [], 0
+        """It has lost its pages and will be computed again; what came out of it stays.
+
+        Tokens on their way to it are lost and sampled again: the same ones.
+        """
+        self.row, self.pages, self.cached, self.computed, self.pending = -1, [], [], 0, 0
 
     @property
     def reusable(self) -> int:
@@ -143,7 +148,7 @@ class GenerateRequest(Request):
         """Tokens after the prompt."""
         return self.tokens[self.prompt_length :]
 
-    @property
+    @functools.cached_property
     def capacity(self) -> int:
         # The last token is never fed back.
         return self.prompt_length + self.params.max_tokens - 1

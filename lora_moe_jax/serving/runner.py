@@ -1,9 +1,17 @@
-"""The loop: lays out a step, runs it, and hands each request its tokens, text and scores."""
+"""The loop: begins steps, reads their results, hands each request its tokens, text and scores.
+
+A step is begun before the results of the one before it are read, so that the device always has
+work; what has to be known for that it feeds back to itself. A request that a token or a string
+stops is thus found to have ended a step late: what was computed beyond is dropped.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,17 +25,26 @@ from lora_moe_jax.serving.request import (
     Request,
     ScoreRequest,
 )
-from lora_moe_jax.serving.sampler import SamplingRows
-from lora_moe_jax.serving.scheduler import Chunk, Scheduler, StepBatch
+from lora_moe_jax.serving.scheduler import Scheduler
+from lora_moe_jax.serving.step_batch import Chunk, StepBatch
+from lora_moe_jax.serving.step_layout import split_chosen
 from lora_moe_jax.serving.steps import Steps
 from lora_moe_jax.serving.text import TextCodec, TextStream
+
+
+class UnderWay(NamedTuple):
+    """A step that was begun: its batch, and its results on the device."""
+
+    batch: StepBatch
+    chosen: jax.Array
+    scores: tuple[jax.Array, jax.Array | None] | None  # logprobs, logits if anyone wants them
 
 
 class Runner:
     """Runs requests of the scheduler through the compiled steps.
 
     Attributes:
-      counts: steps, prompt tokens computed and tokens generated so far.
+      counts: steps begun, prompt tokens computed and tokens generated so far.
       deltas: of each unfinished request, in the order in which they came, what nobody has fetched.
     """
 
@@ -37,14 +54,14 @@ class Runner:
         scheduler: Scheduler,
         codec: TextCodec | None,
         eos_token_ids: tuple[int, ...],
-        max_requests: int,
     ):
         self.steps = steps
         self.scheduler = scheduler
         self.counts = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
         self._codec = codec
         self._eos_token_ids = eos_token_ids
-        self._max_requests = max_requests
+        self._under_way: deque[UnderWay] = deque()
+        self._host_seconds = 0.0
         self._streams: dict[Request, TextStream] = {}
         self.deltas: dict[Request, deque[Delta]] = {}
 
@@ -78,99 +95,118 @@ class Runner:
                 self.deltas.pop(request, None)
                 self._streams.pop(request, None)
 
-    def step(self) -> None:
-        """Runs one step of all running requests, and keeps what it makes in `deltas`."""
-        batch = self.scheduler.next_batch()
-        with no_compile("a step"):
-            hidden = self.steps.forward(batch.device_arrays())
-            self.scheduler.wrote(batch)
-            self._sample(batch, hidden)
-            self._score(batch, hidden)
-        self.counts["steps"] += 1
-        for chunk in batch.chunks:
-            request = chunk.request
-            inside_prompt = min(chunk.start + chunk.length, request.prompt_length) - chunk.start
-            self.counts["prompt_tokens"] += max(inside_prompt, 0)
-            if isinstance(request, ScoreRequest) and chunk.completes:
-                self._finish(request)
+    @property
+    def host_ms_per_step(self) -> float:
+        """What the host did for a step on average, waiting for results apart."""
+        return 1e3 * self._host_seconds / max(self.counts["steps"], 1)
 
-    def _sample(self, batch: StepBatch, hidden: jax.Array) -> None:
-        chunks = [c for c in batch.chunks if c.samples]
+    def step(self) -> None:
+        """Begins a step of all running requests, and reads the one before it into `deltas`.
+
+        If it fails, every request that runs starts over, with the tokens that have come out of it.
+        """
+        begun, waited = time.perf_counter(), self.steps.waited
+        with self._starting_over():
+            batch = self.scheduler.next_batch()
+            if batch is not None:
+                with no_compile("a step"):
+                    self._under_way.append(self._begin(batch))
+            elif self.scheduler.waiting and not self._under_way:
+                raise AssertionError("requests wait, and none of them can ever run")
+            if len(self._under_way) > (batch is not None):
+                self._read(self._under_way.popleft())
+        self._host_seconds += time.perf_counter() - begun - (self.steps.waited - waited)
+
+    @contextlib.contextmanager
+    def _starting_over(self) -> Iterator[None]:
+        """An interrupted step leaves books that say more than the device has done."""
+        try:
+            yield
+        except BaseException:
+            self._under_way.clear()
+            self.scheduler.start_over()
+            self.steps.check()
+            raise
+
+    def _begin(self, batch: StepBatch) -> UnderWay:
+        results = self.steps.run(batch)
+        self.scheduler.wrote(batch)
+        scores = self._score(batch, results.hidden)
+        self.counts["steps"] += batch.steps
+        for chunk in batch.chunks[batch.generating :]:
+            inside_prompt = chunk.request.prompt_length - chunk.start
+            self.counts["prompt_tokens"] += max(min(inside_prompt, chunk.length), 0)
+        return UnderWay(batch, results.chosen, scores)
+
+    def _score(
+        self, batch: StepBatch, hidden: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None] | None:
+        prompts = batch.chunks[batch.generating :]
+        chunks = [chunk for chunk in prompts if isinstance(chunk.request, ScoreRequest)]
         if not chunks:
-            return
-        rows, slots, settings = _sampling_rows(chunks, self._max_requests)
-        tokens, logprobs = self.steps.sample(hidden, rows, slots, settings)
-        for chunk, token, logprob in zip(chunks, tokens.tolist(), logprobs.tolist(), strict=False):
-            self._take_token(chunk.request, token, logprob)
+            return None
+        targets, slots = np.zeros(batch.size, np.int32), np.full(batch.size, -1, np.int32)
+        for chunk in chunks:
+            after = chunk.request.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
+            targets[chunk.offset : chunk.offset + len(after)] = after
+            slots[chunk.offset : chunk.offset + chunk.length] = chunk.request.slot
+        logprobs, logits = self.steps.score(hidden, slots, targets)
+        wanted = any(chunk.request.return_logits for chunk in chunks)
+        return logprobs, logits if wanted else None
+
+    def _read(self, under_way: UnderWay) -> None:
+        """Hands out what a step has given to the requests that are still as it found them."""
+        tokens, logprobs = split_chosen(self.steps.fetch(under_way.chosen))
+        several = list(zip(tokens, logprobs, strict=True))
+        scores = under_way.scores and [
+            None if array is None else self.steps.fetch(array) for array in under_way.scores
+        ]
+        for chunk in under_way.batch.chunks:
+            request, row = chunk.request, chunk.row
+            if chunk.samples:
+                for some_tokens, some_logprobs in several:
+                    if request.life == chunk.life:
+                        self._take_token(request, some_tokens[row], some_logprobs[row])
+            elif request.life == chunk.life and isinstance(request, ScoreRequest):
+                self._take_score(request, chunk, *scores)
+
+    def _take_score(self, request: ScoreRequest, chunk: Chunk, logprobs, logits) -> None:
+        rows = slice(chunk.offset, chunk.offset + chunk.length)
+        request.logprobs.append(logprobs[rows])
+        if request.return_logits:
+            request.logits.append(logits[rows])
+        if chunk.completes:
+            self._finish(request)
 
     def _take_token(self, request: GenerateRequest, token: int, logprob: float) -> None:
-        request.tokens.append(token)
+        tokens, params = request.tokens, request.params
+        tokens.append(token)
+        request.pending -= 1
         request.logprobs.append(logprob)
         self.counts["generated_tokens"] += 1
+        if (len(request.cached) + 1) * self.scheduler.pool.page_size <= len(tokens):
+            self.scheduler.share(request)
         stream = self._streams.get(request)
         text = None if stream is None else stream.push(token)
-        reason = self._finish_reason(request, token, stream)
-        completion = None
+        reason, completion = self._finish_reason(request, token, stream), None
         if reason is not None:
             self._finish(request)
             text = None if stream is None else text + stream.finish()
             completion = _completion(request, reason, stream)
-        shown = logprob if request.params.logprobs else None
+        shown = logprob if params.logprobs else None
         self.deltas[request].append(Delta(request.index, token, shown, text, completion))
 
     def _finish_reason(self, request, token, stream) -> FinishReason | None:
         params = request.params
-        ends = () if params.ignore_eos else self._eos_token_ids
-        if token in ends or token in params.stop_token_ids or (stream and stream.stopped):
+        if token in self._eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.generated) == params.max_tokens else None
-
-    def _score(self, batch: StepBatch, hidden: jax.Array) -> None:
-        chunks = [c for c in batch.chunks if isinstance(c.request, ScoreRequest)]
-        if not chunks:
-            return
-        targets = np.zeros(len(batch.tokens), np.int32)
-        for chunk in chunks:
-            after = chunk.request.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
-            targets[chunk.offset : chunk.offset + len(after)] = after
-        logprobs, logits = self.steps.score(hidden, batch.token_slots, targets)
-        wanted = any(chunk.request.return_logits for chunk in chunks)
-        logits = np.asarray(logits) if wanted else None
-        for chunk in chunks:
-            rows = slice(chunk.offset, chunk.offset + chunk.length)
-            chunk.request.logprobs.append(logprobs[rows])
-            if chunk.request.return_logits:
-                chunk.request.logits.append(logits[rows])
+        if token in params.stop_token_ids or (stream and stream.stopped):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(request.tokens) > request.capacity else None
 
     def _finish(self, request: Request) -> None:
         request.done = True
         self.scheduler.finish(request)
-
-
-def _sampling_rows(
-    chunks: Sequence[Chunk], size: int
-) -> tuple[np.ndarray, np.ndarray, SamplingRows]:
-    """Row numbers, slots and settings of the chunks' last rows, padded to `size` rows."""
-    rows, slots = np.zeros(size, np.int32), np.full(size, -1, np.int32)
-    settings = SamplingRows(
-        temperature=np.zeros(size, np.float32),
-        top_k=np.zeros(size, np.int32),
-        top_p=np.ones(size, np.float32),
-        min_p=np.zeros(size, np.float32),
-        seed=np.zeros(size, np.uint32),
-        step=np.zeros(size, np.int32),
-    )
-    for i, chunk in enumerate(chunks):
-        request, params = chunk.request, chunk.request.params
-        rows[i] = chunk.offset + chunk.length - 1
-        slots[i] = request.slot
-        settings.temperature[i] = params.temperature
-        settings.top_k[i] = params.top_k
-        settings.top_p[i] = params.top_p
-        settings.min_p[i] = params.min_p
-        settings.seed[i] = request.seed
-        settings.step[i] = len(request.generated)
-    return rows, slots, settings
 
 
 def _completion(

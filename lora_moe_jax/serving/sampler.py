@@ -24,23 +24,28 @@ class SamplingRows(NamedTuple):
     step: Int[Array, " rows"]
 
 
-def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows) -> Int[Array, " rows"]:
+def sample(
+    logits: Float[Array, "rows vocab"], rows: SamplingRows, filters: bool | None = None
+) -> Int[Array, " rows"]:
     """The most likely token where the temperature is 0, otherwise a sample.
 
     Filters follow the temperature: top-k, then top-p, then min-p, as in vLLM.
+
+    Args:
+      filters: whether any row has one. If it is None the device looks, and goes without them where
+        it can: a GPU's host then waits until it has looked, and begins nothing meanwhile.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    filtered = jnp.any((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
-
-    def draw():
-        # Below the largest, so that a small temperature overflows to -inf and never to inf.
-        below = logits - jnp.max(logits, axis=-1, keepdims=True)
-        scaled = below / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
-        kept = lax.cond(filtered, _filter, lambda scaled, _: scaled, scaled, rows)
-        return jax.vmap(_gumbel_argmax)(kept, rows.seed, rows.step)
-
-    drawn = lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)
-    return jnp.where(rows.temperature > 0, drawn, greedy)
+    drawn = rows.temperature > 0
+    # Below the largest, so that a small temperature overflows to -inf and never to inf.
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    kept = below / jnp.where(drawn, rows.temperature, 1)[:, None]
+    if filters is None:
+        needed = jnp.any(drawn & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)))
+        kept = lax.cond(needed, _filter, lambda kept, _: kept, kept, rows)
+    elif filters:
+        kept = _filter(kept, rows)
+    return jnp.where(drawn, jax.vmap(_gumbel_argmax)(kept, rows.seed, rows.step), greedy)
 
 
 def _gumbel_argmax(logits, seed, step):

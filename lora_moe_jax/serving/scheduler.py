@@ -16,71 +16,42 @@ of the former nothing with an adapter is admitted before it. So none starves. Ta
 queue: once no adapter passes it, those that run end, and some slot, as one is never pinned, is
 without a running request and goes to nobody else; it then waits for a row and for pages alone,
 which nobody takes before it but those that ran already and made room. Then the next is the first.
+
+Steps are laid out before the results of earlier ones are known; `request.pending` counts tokens on
+their way. The device takes steps in the order in which they were begun, so no more is needed than
+that the host's books follow that order too:
+- A page or row that a request gives up while a step that it is in is under way may go to another at
+  once. That step's writes land before those of the first step that the other is in, and the other
+  reads no position that it has not itself written or found in the prefix cache.
+- A page is in the prefix cache only when all its tokens are known (not pending) and the step that
+  writes the last of them has been begun: it lands before anything reads it. Nobody writes there
+  again: a request writes behind what is shared of it.
+- A request may turn out to have ended while a step computes on. That writes to its private pages,
+  or once more the same; what comes out belongs to an earlier `life` of the request, and is dropped.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-import numpy as np
 
 from lora_moe_jax.adapters.pool import AdapterPool, Entry
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.prefix_cache import CachedPage, PageKey
-from lora_moe_jax.serving.request import GenerateRequest, Request
+from lora_moe_jax.serving.request import Request
+from lora_moe_jax.serving.step_batch import RowTable, StepBatch
+from lora_moe_jax.serving.step_layout import StepLayout
 
 # About as many as run together: the batch stays full while the one slot that is waited for empties,
 # and the wait grows by about the length of one request.
 MAX_PASSES = 8
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens `start .. start + length` of a request, at rows `offset ..` of the batch.
-
-    `completes` says whether they are the last known tokens of the request.
-    """
-
-    request: Request
-    start: int
-    length: int
-    offset: int
-
-    completes: bool
-
-    @property
-    def samples(self) -> bool:
-        """Whether the next token is to be sampled after it."""
-        return self.completes and isinstance(self.request, GenerateRequest)
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """One step's arrays, padded to a shape bucket of T tokens and B requests.
-
-    tokens, positions, token_slots, request: int32 [T] (request -1 for padding);
-    page_tables: int32 [B, pages]; chunks: what the rows are.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    token_slots: np.ndarray
-    request: np.ndarray
-    page_tables: np.ndarray
-    chunks: tuple[Chunk, ...]
-
-    def device_arrays(self) -> dict[str, np.ndarray]:
-        """What the compiled step takes."""
-        names = ("tokens", "positions", "token_slots", "request", "page_tables")
-        return {name: getattr(self, name) for name in names}
-
-
 class Scheduler:
     """Waiting and running requests over a fixed number of rows, pages and adapter slots.
 
-    Without `adapters` no request may have one.
+    Without `adapters` no request may have one. Where nobody waits and none of those that run can
+    end by its length, a batch is for `decode_steps` steps.
 
     Attributes:
       counts: tokens of prompts that were found in the cache and not computed, and how many times a
@@ -97,6 +68,7 @@ class Scheduler:
         token_buckets: tuple[int, ...],
         prefill_chunk: int,
         prefix_cache: bool = True,
+        decode_steps: int = 1,
     ):
         self.counts = {"prefix_hit_tokens": 0, "preemptions": 0}
         self.pool = pool
@@ -104,13 +76,19 @@ class Scheduler:
         self.token_buckets = token_buckets
         self.prefill_chunk = prefill_chunk
         self.prefix_cache = prefix_cache
-        self.page_tables = np.zeros((rows, pages_per_request), np.int32)
+        self.decode_steps = decode_steps
+        self._rows = RowTable(StepLayout(rows, pages_per_request))
+        self.page_tables = self._rows.values.page_tables
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_rows = list(range(rows - 1, -1, -1))
+        # Whether one that waits may be admitted now, as far as is known without looking.
+        self._look = False
+        self._awaited: set[PageKey] = set()  # pages for which the last look passed some
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests."""
+        self._look = True
         for request in requests:
             if request.adapter is not None:
                 self.adapters.begin(request.adapter)
@@ -132,39 +110,56 @@ class Scheduler:
     def drop_unloaded(self) -> None:
         """Frees the pages of adapters that were replaced or unloaded, if no request needs them."""
         self.pool.give_back(self.pool.prefixes.drop_unloaded())
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Adapters have changed: one that waits may have its turn."""
+        self._look = True
+
+    def start_over(self) -> None:
+        """A step has failed: nothing in the cache counts; what runs is computed again."""
+        for request in reversed(self.running.copy()):
+            self._back_to_the_queue(request)
+        self.pool.give_back([self.pool.prefixes.evict() for _ in range(self.pool.prefixes.idle)])
 
     def next_batch(self) -> StepBatch | None:
-        """Admits what fits and lays out the next step; None when nothing is left to do."""
-        self._grow()
-        self._admit()
-        lengths = self._lengths()
-        if not lengths:
+        """Admits what fits and lays out the next step.
+
+        None when there is nothing to do before a step under way is read, or at all.
+        """
+        if not self._grow():
             return None
-        total = sum(lengths.values())
+        self._admit()
+        generating, prompts = self._split()
+        if not generating and not prompts:
+            return None
+        total = len(generating) + sum(length for _, length in prompts)
         size = next(bucket for bucket in self.token_buckets if bucket >= total)
-        chunks, offset = [], 0
-        for request, length in lengths.items():
-            start, request.computed = request.computed, request.computed + length
-            completes = request.computed == len(request.tokens)
-            chunks.append(Chunk(request, start, length, offset, completes))
-            offset += length
-        return self._layout(tuple(chunks), size)
+        steps = self.decode_steps if self._can_go_on(generating, prompts) else 1
+        batch = self._rows.lay_out(generating, prompts, size=size, steps=steps)
+        for chunk in batch.chunks:
+            chunk.request.computed += chunk.length + steps - 1
+            if chunk.completes:
+                chunk.request.pending += steps
+        return batch
 
     def wrote(self, batch: StepBatch) -> None:
-        """The batch has been run: pages that it filled may be found from now on."""
-        if self.prefix_cache:
-            for chunk in batch.chunks:
-                self._share(chunk.request)
+        """The batch has been begun: pages of prompts that it fills may be found from now on."""
+        for chunk in batch.chunks[batch.generating :]:
+            self.share(chunk.request)
 
-    def _share(self, request: Request) -> None:
-        pages = request.pages
-        while key := self._key(request, request.cached, request.computed):
+    def share(self, request: Request) -> None:
+        """Lets others find the full pages of a running request whose tokens are all known."""
+        pages, limit = request.pages, min(request.computed, len(request.tokens))
+        while self.prefix_cache and (key := self._key(request, request.cached, limit)):
             place = len(request.cached)
             cached = self.pool.prefixes.add(request.adapter, key, pages[place])
             request.cached.append(cached)
+            self._look |= key in self._awaited
             if cached.page != pages[place]:  # another request has filled one just like it
                 self.pool.give_back([pages[place]])
                 pages[place] = self.page_tables[request.row, place] = cached.page
+                self._look = True
 
     def _being_filled(self, request: Request) -> PageKey | None:
         """What the next page of a running request will be found by, if all its tokens are known."""
@@ -175,22 +170,42 @@ class Scheduler:
     def _key(self, request: Request, chain: list[CachedPage], limit: int) -> PageKey | None:
         return self.pool.prefixes.key(request.adapter, request.tokens, chain, limit)
 
-    def _grow(self) -> None:
-        """Gives every running request the pages for its next token, the oldest first."""
-        for request in list(self.running):
-            while request.row >= 0 and len(request.pages) < self.pool.needed(len(request.tokens)):
+    def _grow(self) -> bool:
+        """Gives every running request the pages for its next token, the oldest first.
+
+        False if pages are missing that what is under way may bring: a request may have ended.
+        """
+        size = self.pool.page_size
+        # In one expression, as this is asked of every request in every step.
+        lacking = [
+            r
+            for r in self.running
+            if len(r.pages) * size < len(r.tokens) + r.pending and len(r.pages) * size < r.capacity
+        ]
+        for request in lacking:
+            while request.row >= 0 and len(request.pages) * size < request.ready:
                 if self.pool.free:
                     self._append_pages(request, self.pool.take(1))
+                elif any(other.pending for other in self.running):
+                    return False
                 else:
                     self._preempt(self.running[-1])
+        return True
 
     def _preempt(self, request: Request) -> None:
+        self._back_to_the_queue(request)
+        self.counts["preemptions"] += 1
+
+    def _back_to_the_queue(self, request: Request) -> None:
         self._stop(request)
         request.restart()
         self.waiting.appendleft(request)
-        self.counts["preemptions"] += 1
 
     def _admit(self) -> None:
+        if not (self.waiting and self._free_rows and (self._look or not self.running)):
+            return
+        self._look = False
+        self._awaited.clear()
         slotless: list[Request] = []  # skipped
         being_filled = set(map(self._being_filled, self.running))
         for request in list(self.waiting):
@@ -199,6 +214,7 @@ class Scheduler:
             found = self.pool.prefixes.find(request.adapter, request.tokens, request.reusable)
             missing = self._key(request, found, request.reusable)
             if missing is not None and missing in being_filled:
+                self._awaited.add(missing)
                 continue
             # Of the pages that were found, the idle ones are among the free ones.
             needed = self._needed(request)
@@ -228,7 +244,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         request.row = self._free_rows.pop()
-        self.page_tables[request.row] = 0
+        self._rows.start(request)
         self.pool.prefixes.use(found)
         request.cached = found
         self._append_pages(request, [cached.page for cached in found])
@@ -242,6 +258,8 @@ class Scheduler:
         self.page_tables[request.row, start : len(request.pages)] = pages
 
     def _stop(self, request: Request) -> None:
+        self._look = True
+        request.life += 1
         self.running.remove(request)
         self.pool.prefixes.release(request.cached)
         self.pool.give_back(request.pages[len(request.cached) :])
@@ -249,25 +267,34 @@ class Scheduler:
         if request.adapter is not None:
             self.adapters.release(request.adapter)
 
-    def _lengths(self) -> dict[Request, int]:
-        """Tokens of each request in the next step: generating requests first, then prompts."""
-        budget = self.token_buckets[-1]
-        lengths = {}
-        # A stable order: prompts stay in the order in which they came, and none is overtaken.
-        for request in sorted(self.running, key=lambda r: not r.generating):
-            length = min(request.remaining, budget, self.prefill_chunk)
+    def _split(self) -> tuple[list[Request], list[tuple[Request, int]]]:
+        """Who generates in the next step, and so many tokens of which prompts."""
+        generating, unfinished = [], []
+        for request in self.running:
+            remaining = request.ready - request.computed
+            if remaining == 1 and request.computed >= request.prompt_length:
+                generating.append(request)
+            elif remaining > 0:
+                unfinished.append((request, remaining))
+        # In the order in which they came: no prompt is overtaken.
+        prompts, budget = [], self.token_buckets[-1] - len(generating)
+        for request, remaining in unfinished:
+            length = min(remaining, budget, self.prefill_chunk)
             if length:
-                lengths[request] = length
+                prompts.append((request, length))
                 budget -= length
-        return lengths
+        return generating, prompts
 
-    def _layout(self, chunks: tuple[Chunk, ...], size: int) -> StepBatch:
-        tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        token_slots, request = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
-        for chunk in chunks:
-            rows = slice(chunk.offset, chunk.offset + chunk.length)
-            tokens[rows] = chunk.request.tokens[chunk.start : chunk.start + chunk.length]
-            positions[rows] = np.arange(chunk.start, chunk.start + chunk.length)
-            token_slots[rows] = chunk.request.slot
-            request[rows] = chunk.request.row
-        return StepBatch(tokens, positions, token_slots, request, self.page_tables.copy(), chunks)
+    def _can_go_on(self, generating: list[Request], prompts: list) -> bool:
+        """Whether the device may take several steps; then their pages are taken."""
+        steps = self.decode_steps
+        if steps == 1 or prompts or self.waiting:
+            return False
+        if any(r.computed + steps > r.capacity for r in generating):
+            return False
+        missing = [self.pool.needed(r.computed + steps) - len(r.pages) for r in generating]
+        if sum(max(count, 0) for count in missing) > self.pool.free:
+            return False
+        for request, count in zip(generating, missing, strict=True):
+            self._append_pages(request, self.pool.take(max(count, 0)))
+        return True

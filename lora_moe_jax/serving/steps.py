@@ -1,22 +1,32 @@
 """The compiled, fixed-shape functions of the engine, all built at start-up.
 
-`forward` runs the model over a flat batch of T tokens (one function for each T of the shape
-buckets); `sample` and `score` turn its hidden states into tokens and logprobs. Parameters cross
-the boundary as flat lists of arrays. With a mesh, each function runs under `shard_map`.
+`step` runs the model over a flat batch of T tokens (one function for each T of the shape buckets)
+and samples a token for each row that is to have one; `decode` takes several such steps in a loop on
+the device. Both take one array from the host, see `StepLayout`, and keep each row's last token on
+the device, so that the next step can be begun before this one's tokens are read. `score` turns the
+hidden states of a step into logprobs of given tokens. Parameters cross the boundary as flat lists
+of arrays. With a mesh, each function runs under `shard_map`.
+
+Nothing in `step` may depend on the device's own values for which code runs: a GPU's host waits for
+each such decision (measured, JAX 0.11.2: a conditional or a loop of unknown length holds the call
+until the device is there). So top-k, top-p and min-p, which sort the vocabulary, are no conditional
+in `step` but a function of their own, `filter`, that is run after it where a row has them.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lora_moe_jax.adapters.bank import Bank, SlotEntry
@@ -29,9 +39,15 @@ from lora_moe_jax.parallel.mesh import axis_size
 from lora_moe_jax.parallel.sharding import partition_spec, sharding_rules
 from lora_moe_jax.serving.compile_guard import LateCompileError
 from lora_moe_jax.serving.sampler import SamplingRows, sample
+from lora_moe_jax.serving.step_batch import StepBatch
+from lora_moe_jax.serving.step_layout import FED_BACK, RowInputs, StepInputs, StepLayout
 from pallas_kernels import PageView
 
 Pages = list[tuple[jax.Array, jax.Array]]
+
+
+class CacheLostError(RuntimeError):
+    """A step failed on the device and took the cache with it: the engine cannot go on."""
 
 
 class ModelArrays:
@@ -51,12 +67,18 @@ class ModelArrays:
             {s.projection.name: SlotEntry(s.projection, s.lora()) for s in slots.values()}
         )
         self._names = {path: s.projection.name for path, s in slots.items()}
+        self._seen: list = []  # of the bank, when the leaves were listed
+        self._leaves: list[jax.Array] = []
 
     def bank_leaves(self) -> list[jax.Array]:
-        """The bank's arrays in the order that `merge` takes them."""
-        return [
-            getattr(self.bank.arrays[self._names[path[:-1]]], path[-1]) for path in self._bank_paths
-        ]
+        """The bank's arrays in the order that `merge` takes them, listed anew when one is new."""
+        arrays = self.bank.arrays
+        now = list(arrays.values())
+        if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
+            names = self._names
+            self._leaves = [getattr(arrays[names[p[:-1]]], p[-1]) for p in self._bank_paths]
+            self._seen = now
+        return self._leaves
 
     def merge(self, base: list[jax.Array], bank: list[jax.Array]) -> Decoder:
         """The model again, from (possibly traced, possibly split) arrays."""
@@ -71,12 +93,26 @@ class ModelArrays:
         )
 
 
+class Results(NamedTuple):
+    """What a step gives, on the device.
+
+    Attributes:
+      hidden: [T, H] of the batch, logits: float32 [B, V] of the rows; None of several steps.
+      chosen: int32 [steps, 2, B], each row's token and the bits of its logprob.
+    """
+
+    hidden: jax.Array | None
+    logits: jax.Array | None
+    chosen: jax.Array
+
+
 class Steps:
-    """Compiles `forward`, `sample` and `score` and calls them.
+    """Compiles `step`, `decode`, `filter` and `score` and calls them.
 
     Args:
       token_buckets: sizes T of the flat batch.
-      requests: rows B of the page tables and of `sample`.
+      requests: rows B of the page tables and of what is sampled.
+      decode_steps: how many steps `decode` takes; with 1 there is none.
 
     Attributes:
       waited: seconds that the host has waited for results so far.
@@ -92,69 +128,105 @@ class Steps:
         requests: int,
         pages_per_request: int,
         progress: Callable[[int, int], None],
+        decode_steps: int = 1,
     ):
         self.arrays, self.config, self.pages = arrays, config, pages
+        self.layout = StepLayout(requests, pages_per_request)
+        self.last_tokens = jnp.zeros(requests, jnp.int32, device=self._replicated())
         self.waited = 0.0
+        self._lost = False
         self._compiled: dict[str, Any] = {}
         jobs = {}
         for size in token_buckets:
-            batch = batch_shapes(size, requests, pages_per_request)
             hidden = jax.ShapeDtypeStruct((size, config.hidden_size), arrays.base[0].dtype)
-            jobs[f"forward[{size}]"] = (forward, (self.pages, batch), (2,))
-            jobs[f"sample[{size}]"] = (sample_rows, (hidden, *sample_shapes(requests)), ())
-            jobs[f"score[{size}]"] = (score_rows, (hidden, *score_shapes(size)), ())
+            flat = jax.ShapeDtypeStruct((size,), jnp.int32)
+            jobs[f"step[{size}]"] = self._job(step, size)
+            jobs[f"score[{size}]"] = _Job(score_rows, (hidden, flat, flat), ())
+        if decode_steps > 1:
+            function = functools.partial(decode, decode_steps)
+            jobs[f"decode[{token_buckets[0]}] × {decode_steps}"] = self._job(
+                function, token_buckets[0]
+            )
+        logits = jax.ShapeDtypeStruct((requests, config.vocab_size), jnp.float32)
+        rows = jax.ShapeDtypeStruct((self.layout.row_size,), jnp.int32)
+        function = functools.partial(filter_rows, self.layout)
+        jobs["filter"] = _Job(function, (logits, self.last_tokens, rows), (3,))
         with ThreadPoolExecutor() as threads:
-            futures = {
-                name: threads.submit(self._compile, function, inputs, donate)
-                for name, (function, inputs, donate) in jobs.items()
-            }
+            futures = {name: threads.submit(self._compile, job) for name, job in jobs.items()}
             for done, (name, future) in enumerate(futures.items()):
                 self._compiled[name] = future.result()
                 progress(done + 1, len(futures))
         self.names = tuple(jobs)
 
-    def forward(self, batch: Mapping[str, np.ndarray]) -> jax.Array:
-        """Runs a batch and updates the cache; returns its hidden states on the device."""
-        name = f"forward[{len(batch['tokens'])}]"
-        hidden, self.pages = self._call(name, self.pages, dict(batch))
-        return hidden
+    def run(self, batch: StepBatch) -> Results:
+        """Begins the step, or the `decode_steps`, of a batch; updates the cache."""
+        single = batch.steps == 1
+        name = f"step[{batch.size}]" if single else f"decode[{batch.size}] × {batch.steps}"
+        self.pages, self.last_tokens, *results = self._call(
+            name, self.pages, self.last_tokens, batch.packed
+        )
+        results = Results(*results)
+        if batch.filters and single:
+            rows = batch.packed[-self.layout.row_size :]
+            self.last_tokens, chosen = self._call("filter", results.logits, self.last_tokens, rows)
+            results = results._replace(chosen=chosen)
+        results.chosen.copy_to_host_async()
+        return results
 
-    def sample(self, hidden: jax.Array, *rows) -> tuple[np.ndarray, np.ndarray]:
-        """Samples a token for each chosen row: (tokens, logprobs)."""
-        tokens, logprobs = self._call(f"sample[{hidden.shape[0]}]", hidden, *rows)
-        return self._fetch(tokens), self._fetch(logprobs)
-
-    def score(self, hidden: jax.Array, *rows) -> tuple[np.ndarray, jax.Array]:
-        """Scores the given next token of every row: (logprobs, logits on the device)."""
+    def score(self, hidden: jax.Array, *rows) -> tuple[jax.Array, jax.Array]:
+        """Begins to score the given next token of every row: (logprobs, logits)."""
         logprobs, logits = self._call(f"score[{hidden.shape[0]}]", hidden, *rows)
-        return self._fetch(logprobs), logits
+        logprobs.copy_to_host_async()
+        return logprobs, logits
 
-    def _fetch(self, array: jax.Array) -> np.ndarray:
+    def fetch(self, array: jax.Array) -> np.ndarray:
+        """Waits for a result."""
         start = time.perf_counter()
         array = np.asarray(array)
         self.waited += time.perf_counter() - start
         return array
 
+    def check(self) -> None:
+        """After a failure: finds out whether the cache is still there. If not, later steps fail."""
+        kept = jax.tree.leaves((self.pages, self.last_tokens))
+        self._lost = any(array.is_deleted() for array in kept)
+        if not self._lost:
+            try:
+                jax.block_until_ready(kept)
+            except jax.errors.JaxRuntimeError:
+                self._lost = True
+
     def _call(self, name: str, *inputs):
         if name not in self._compiled:
             raise LateCompileError(f"there is no step {name}; the engine has {self.names}")
+        if self._lost:
+            raise CacheLostError(
+                "an earlier step failed on the device and its cache is lost; build a new engine"
+            )
         return self._compiled[name](self.arrays.base, self.arrays.bank_leaves(), *inputs)
 
-    def _compile(self, function, inputs, donate):
-        bound = functools.partial(function, self.arrays)
-        bound.__name__ = function.__name__  # what compile logs call it
-        arguments = (self.arrays.base, self.arrays.bank_leaves(), *inputs)
-        if self.arrays.mesh is not None:
-            bound, arguments = self._on_mesh(bound, arguments, function)
-        return jax.jit(bound, donate_argnums=donate).lower(*arguments).compile()
+    def _job(self, function, size: int) -> _Job:
+        packed = jax.ShapeDtypeStruct((self.layout.size(size),), jnp.int32)
+        inputs = self.pages, self.last_tokens, packed
+        return _Job(functools.partial(function, self.layout), inputs, (2, 3))
 
-    def _on_mesh(self, bound, arguments, function):
+    def _compile(self, job: _Job):
+        bound = functools.partial(job.function, self.arrays)
+        bound.__name__ = _name(job.function)  # what compile logs call it
+        arguments = (self.arrays.base, self.arrays.bank_leaves(), *job.inputs)
+        if self.arrays.mesh is not None:
+            bound, arguments = self._on_mesh(bound, arguments, job.inputs[0] is self.pages)
+        return jax.jit(bound, donate_argnums=job.donated).lower(*arguments).compile()
+
+    def _on_mesh(self, bound, arguments, with_pages: bool):
         """Splits weights, bank and pages as the mesh asks; everything else is replicated."""
         mesh, replicated = self.arrays.mesh, PartitionSpec()
-        pages = page_specs(self.config, mesh, len(self.pages))
         base, bank = self.arrays.specs()
-        others = [pages, replicated] if function is forward else [replicated] * len(arguments[2:])
-        out = (replicated, pages) if function is forward else replicated
+        if with_pages:
+            pages = page_specs(self.config, mesh, len(self.pages))
+            others, out = [pages, replicated, replicated], (pages, *[replicated] * 4)
+        else:
+            others, out = [replicated] * len(arguments[2:]), replicated
         mapped = jax.shard_map(
             bound, mesh=mesh, in_specs=(base, bank, *others), out_specs=out, check_vma=False
         )
@@ -162,56 +234,106 @@ class Steps:
         def place(leaf):
             if isinstance(leaf, jax.Array):
                 return leaf
-            return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, replicated)
-            )
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated())
 
         return mapped, jax.tree.map(place, arguments)
 
+    def _replicated(self) -> NamedSharding | None:
+        mesh = self.arrays.mesh
+        return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
-def forward(arrays: ModelArrays, base, bank, pages: Pages, batch) -> tuple[jax.Array, Pages]:
-    """Hidden states [T, H] of a batch, and the pages with its tokens written."""
+
+class _Job(NamedTuple):
+    """A function to compile, the shapes of what it takes after the weights, and what it may eat."""
+
+    function: Callable
+    inputs: tuple
+    donated: tuple[int, ...]
+
+
+def _name(function: Callable) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function.__name__
+
+
+def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages: Pages, last_tokens, packed):
+    """One step: (pages, last_tokens, hidden, logits, chosen), see `Results`."""
+    inputs = layout.unpack(packed)
     model = arrays.merge(base, bank)
-    view = PageView(batch["request"], batch["positions"], batch["page_tables"])
+    pages, hidden, logits = _forward(model, pages, last_tokens, inputs)
+    last_tokens, chosen = _choose(logits, inputs.rows, last_tokens, filters=False)
+    return pages, last_tokens, hidden, logits, chosen[None]
+
+
+def decode(
+    steps: int, layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, packed
+):
+    """Several steps of a batch of one token for each row; the result is that of `step`."""
+    inputs = layout.unpack(packed)
+    model = arrays.merge(base, bank)
+    real = inputs.request >= 0
+
+    def body(i, carry):
+        pages, last_tokens, chosen = carry
+        now = inputs._replace(
+            tokens=jnp.where(real & (i > 0), FED_BACK, inputs.tokens),
+            positions=inputs.positions + jnp.where(real, i, 0),
+            rows=inputs.rows._replace(step=inputs.rows.step + i),
+        )
+        pages, _, logits = _forward(model, pages, last_tokens, now)
+        last_tokens, one = _choose(logits, now.rows, last_tokens, filters=None)
+        return pages, last_tokens, chosen.at[i].set(one)
+
+    chosen = jnp.zeros((steps, 2, layout.rows), jnp.int32)
+    pages, last_tokens, chosen = lax.fori_loop(0, steps, body, (pages, last_tokens, chosen))
+    return pages, last_tokens, None, None, chosen
+
+
+def filter_rows(layout: StepLayout, arrays: ModelArrays, base, bank, logits, last_tokens, part):
+    """Chooses once more, with filters, from the logits of a step: (last_tokens, chosen)."""
+    last_tokens, chosen = _choose(logits, layout.row_values(part), last_tokens, filters=True)
+    return last_tokens, chosen[None]
+
+
+def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs):
+    """The pages with the batch's tokens written, hidden [T, H], and the rows' logits [B, V]."""
+    request, rows = inputs.request, inputs.rows
+    fed_back = last_tokens.at[request].get(mode="clip")
+    tokens = jnp.where(inputs.tokens == FED_BACK, fed_back, inputs.tokens)
+    token_slots = jnp.where(request >= 0, rows.slots.at[request].get(mode="clip"), -1)
+    view = PageView(request, inputs.positions, rows.page_tables)
     caches = [LayerCache(first, second, view) for first, second in pages]
-    hidden, caches = model(batch["tokens"], batch["token_slots"], caches)
-    return hidden, [(cache.first, cache.second) for cache in caches]
+    hidden, caches = model(tokens, token_slots, caches)
+    # What is sampled and what is scored must begin from the same bits: nothing crosses this line.
+    hidden = lax.optimization_barrier(hidden)
+    slots = jnp.where(rows.sample_at >= 0, rows.slots, -1)
+    logits = model.logits(hidden.at[rows.sample_at].get(mode="clip"), slots)
+    return [(cache.first, cache.second) for cache in caches], hidden, logits
 
 
-def sample_rows(arrays: ModelArrays, base, bank, hidden, rows, row_slots, settings: SamplingRows):
-    """Tokens [B] sampled from the hidden states of `rows`, and their logprobs."""
-    logits = arrays.merge(base, bank).logits(hidden[rows], row_slots)
-    tokens = sample(logits, settings)
-    return tokens, token_logprobs(logits, tokens)
+def _choose(logits, rows: RowInputs, last_tokens, filters: bool | None):
+    """The rows' last tokens [B], and the tokens and the bits of their logprobs [2, B]."""
+    samples = rows.sample_at >= 0
+    settings = SamplingRows(
+        # Rows of requests that are gone, or not so far, keep theirs: they must cost nothing.
+        temperature=jnp.where(samples, rows.temperature, 0),
+        top_k=rows.top_k,
+        top_p=rows.top_p,
+        min_p=rows.min_p,
+        seed=rows.seed,
+        step=rows.step,
+    )
+    sampled = sample(logits, settings, filters)
+    logprobs = token_logprobs(logits, sampled)
+    last_tokens = jnp.where(samples, sampled, last_tokens)
+    return last_tokens, jnp.stack([sampled, logprobs.view(jnp.int32)])
 
 
 def score_rows(arrays: ModelArrays, base, bank, hidden, token_slots, targets):
     """Logprobs [T] of each row's target, and the logits [T, V]."""
     logits = arrays.merge(base, bank).logits(hidden, token_slots)
     return token_logprobs(logits, targets), logits
-
-
-def batch_shapes(tokens: int, requests: int, pages_per_request: int):
-    """Shapes of `StepBatch.device_arrays`."""
-    flat = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    names = ("tokens", "positions", "token_slots", "request")
-    tables = jax.ShapeDtypeStruct((requests, pages_per_request), jnp.int32)
-    return dict.fromkeys(names, flat) | {"page_tables": tables}
-
-
-def sample_shapes(requests: int):
-    """Shapes of the row numbers, slots and settings that `sample_rows` takes."""
-    ints, floats = (jax.ShapeDtypeStruct((requests,), dtype) for dtype in (jnp.int32, jnp.float32))
-    seed = jax.ShapeDtypeStruct((requests,), jnp.uint32)
-    settings = SamplingRows(
-        temperature=floats, top_k=ints, top_p=floats, min_p=floats, seed=seed, step=ints
-    )
-    return ints, ints, settings
-
-
-def score_shapes(tokens: int):
-    """Shapes of the slots and targets that `score_rows` takes."""
-    return (jax.ShapeDtypeStruct((tokens,), jnp.int32),) * 2
 
 
 def page_specs(config: ModelConfig, mesh: Mesh | None, layers: int):

@@ -155,6 +155,8 @@ class TextStream:
         """Takes one token; `stopped` says whether a stop string is complete."""
         self._token_ids.append(token)
         self.text += self._decoder.step(self._codec.tokenizer, token) or ""
+        if not self._stop:
+            return self._send(len(self.text))
         found = [at for stop in self._stop if (at := self.text.find(stop)) >= 0]
         if found:
             self.stopped = True

@@ -44,7 +44,9 @@ def test_a_small_model(tmp_path, capsys):
     assert "2, r 4" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--decode", "--context", "--adapters", "--rank", "--output"])
+@pytest.mark.parametrize(
+    "option", ["--decode", "--context", "--adapters", "--rank", "--output", "--decode-steps"]
+)
 def test_sizes_are_positive(option, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "serving", option, "0"])

@@ -37,6 +37,7 @@ def test_metrics(http):
     grown = {name for name, value in after.items() if value != before.get(name, 0)}
     assert grown == {
         GENERATED,
+        "lora_moe_jax_host_ms_per_step",
         "lora_moe_jax_prompt_tokens_total",
         "lora_moe_jax_steps_total",
         'lora_moe_jax_http_responses_total{status="200"}',
@@ -116,11 +117,11 @@ def test_a_full_queue(http, client, running, slow_steps, monkeypatch):
 def test_a_failing_step_is_answered_and_the_server_goes_on(http, client, engine, monkeypatch):
     expected = http.post("/v1/completions", json=SHORT | {"temperature": 0}).json()["choices"]
 
-    def fail(batch):
+    def fail(*batch):
         raise RuntimeError("out of order")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner.steps, "forward", fail)
+        patch.setattr(engine._runner.steps, "run", fail)
         answer = http.post("/v1/completions", json=SHORT)
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"

@@ -8,6 +8,9 @@ import numpy as np
 
 from lora_moe_jax import Completion, Engine, SamplingParams
 from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair
+from lora_moe_jax.serving.scheduler import Scheduler
+from lora_moe_jax.serving.step_batch import StepBatch
+from lora_moe_jax.serving.step_layout import StepInputs, StepLayout
 from tests.adapters.tables import GOLDEN
 
 ADAPTERS = ("attn", "rslora", "experts")
@@ -35,6 +38,11 @@ def prompts(lengths: Sequence[int], seed: int = 0, vocab: int = 256) -> list[lis
 def bits(completion: Completion) -> tuple:
     """Tokens and the bits of their logprobs."""
     return tuple(completion.token_ids), np.float32(completion.logprobs).tobytes()
+
+
+def unpacked(scheduler: Scheduler, batch: StepBatch) -> StepInputs:
+    """A step as the device sees it."""
+    return StepLayout(*scheduler.page_tables.shape).unpack(batch.packed)
 
 
 def probe(engine: Engine, adapter: str | None = None) -> bytes:

@@ -167,16 +167,16 @@ def test_cancelling_before_the_request_was_taken(slow):
 
 def test_a_failing_step_reaches_every_caller_and_the_engine_goes_on(one, monkeypatch):
     (expected,) = one.generate([[5, 6, 7]], greedy(6))
-    forward, calls = one._runner.steps.forward, []
+    begin, calls = one._runner.steps.run, []
 
-    def fail_once(batch):
+    def fail_once(*batch):
         calls.append(batch)
         if len(calls) == 4:
             raise FloatingPointError("the fourth step")
-        return forward(batch)
+        return begin(*batch)
 
     async def main(running):
-        monkeypatch.setattr(one._runner.steps, "forward", fail_once)
+        monkeypatch.setattr(one._runner.steps, "run", fail_once)
         errors = await asyncio.gather(
             *(collect(running.generate([5, 6, n], greedy(20))) for n in range(10)),
             return_exceptions=True,

@@ -11,6 +11,7 @@ import pytest
 
 from lora_moe_jax import LateCompileError
 from lora_moe_jax.serving.compile_guard import compile_count, no_compile
+from lora_moe_jax.serving.step_batch import StepBatch
 
 
 def triple_everything(x):
@@ -54,6 +55,6 @@ def test_other_threads_may_compile():
 
 def test_a_step_of_another_size_is_refused(engine):
     one = engine("deepseek_v3")
-    batch = {name: np.zeros(5, np.int32) for name in ("tokens", "positions", "token_slots")}
-    with pytest.raises(LateCompileError, match=r"forward\[5\].*forward\[8\]"):
-        one._runner.steps.forward(batch)
+    packed = np.zeros(one._runner.steps.layout.size(5), np.int32)
+    with pytest.raises(LateCompileError, match=r"step\[5\].*step\[8\]"):
+        one._runner.steps.run(StepBatch(packed, 5, 1, False, [], 0))

@@ -17,7 +17,7 @@ from lora_moe_jax.serving.request import GenerateRequest
 from lora_moe_jax.serving.scheduler import MAX_PASSES, Scheduler
 from tests.adapters.tables import GOLDEN, golden_adapters
 from tests.serving.conftest import OPTIONS
-from tests.serving.helpers import bits, constant_adapter, greedy, prompts, sampled
+from tests.serving.helpers import bits, constant_adapter, greedy, prompts, sampled, unpacked
 
 FAMILY = "deepseek_v3"
 FOLDERS = GOLDEN / FAMILY / "adapters"
@@ -52,9 +52,10 @@ def request(one: Scheduler, name: str, max_tokens: int = 2, length: int = 1) -> 
 def step(one: Scheduler) -> None:
     """One step, as the runner takes it."""
     batch = one.next_batch()
+    inputs = unpacked(one, batch)
     for chunk in batch.chunks:
-        rows = slice(chunk.offset, chunk.offset + chunk.length)
-        assert (batch.token_slots[rows] == chunk.request.slot).all()
+        assert inputs.rows.slots[chunk.row] == chunk.request.slot
+        chunk.request.pending -= chunk.completes
         chunk.request.tokens.append(1)
         if len(chunk.request.generated) == chunk.request.params.max_tokens:
             chunk.request.done = True

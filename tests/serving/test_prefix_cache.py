@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,6 +16,8 @@ from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.prefix_cache import CachedPage, PrefixCache
 from lora_moe_jax.serving.request import GenerateRequest, Request, ScoreRequest
 from lora_moe_jax.serving.scheduler import MAX_PASSES, Scheduler
+from lora_moe_jax.serving.step_batch import Chunk, StepBatch
+from tests.serving.helpers import unpacked
 
 PAGE, PAGES_PER_REQUEST = 2, 8
 
@@ -126,9 +130,22 @@ def no_adapter() -> Adapter:
 
 
 class Simulation:
-    """A scheduler, and a memory in which each position holds what its value follows from."""
+    """A scheduler, and a memory in which each position holds what its value follows from.
 
-    def __init__(self, pages: int = 16, rows: int = 4, slots: int = 2, chunk: int = 16):
+    With `behind`, each step is begun before the results of the one before it are known.
+    """
+
+    def __init__(
+        self,
+        pages: int = 16,
+        rows: int = 4,
+        slots: int = 2,
+        chunk: int = 16,
+        behind: bool = False,
+        decode_steps: int = 1,
+    ):
+        self.behind = behind
+        self.under_way: deque[StepBatch] = deque()
         self.adapters = AdapterPool(slots, lambda slot, adapter: None)
         self.one = Scheduler(
             PagePool(pages, PAGE),
@@ -137,13 +154,16 @@ class Simulation:
             pages_per_request=PAGES_PER_REQUEST,
             token_buckets=(rows, 16),
             prefill_chunk=chunk,
+            decode_steps=decode_steps,
         )
         self.memory: dict[tuple[int, int], tuple] = {}
         self.computed = 0
 
-    def generate(self, tokens: str, max_tokens: int = 1, name: str | None = None) -> Request:
+    def generate(
+        self, tokens: str, max_tokens: int = 1, name: str | None = None, stop: str = ""
+    ) -> Request:
         adapter = None if name is None else self.adapters.get(name)
-        params = SamplingParams(max_tokens=max_tokens)
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(map(ord, stop)))
         made = GenerateRequest(0, list(map(ord, tokens)), len(tokens), adapter, params=params)
         self.one.add([made])
         return made
@@ -158,15 +178,27 @@ class Simulation:
         """A step as the runner takes it; False if there was nothing to do."""
         oldest = self.one.running[:1]
         batch = self.one.next_batch()
-        if batch is None:
-            return False
         assert self.one.running[:1] == oldest or not oldest, "the oldest made room for another"
-        assert self.one.running[0] in {chunk.request for chunk in batch.chunks}, "it must get on"
+        if batch is not None:
+            self._begin(batch)
+            self.under_way.append(batch)
+        if self.under_way and (batch is None or len(self.under_way) > self.behind):
+            done = self.under_way.popleft()
+            for chunk in done.chunks:
+                self._result(chunk, done.steps)
+            return True
+        return batch is not None
+
+    def _begin(self, batch: StepBatch) -> None:
+        if not self.behind:
+            oldest = self.one.running[0]
+            assert oldest in {chunk.request for chunk in batch.chunks}, "it must get on"
+        page_tables = unpacked(self.one, batch).rows.page_tables
         written = set()
         for chunk in batch.chunks:
             request = chunk.request
-            for place in range(chunk.start, chunk.start + chunk.length):
-                cell = self._cell(batch, request, place)
+            for place in range(chunk.start, chunk.start + chunk.length + batch.steps - 1):
+                cell = cell_of(page_tables, request, place)
                 assert cell not in written, "two requests write to one place"
                 assert cell[0] not in {c.page for c in pages_of(self.one)}, "a kept page is written"
                 written.add(cell)
@@ -174,24 +206,27 @@ class Simulation:
                 self.computed += 1
         for chunk in batch.chunks:
             request = chunk.request
-            for place in range(chunk.start + chunk.length):
-                assert self.memory[self._cell(batch, request, place)] == content(request, place)
+            for place in range(chunk.start + chunk.length + batch.steps - 1):
+                assert self.memory[cell_of(page_tables, request, place)] == content(request, place)
         self.one.wrote(batch)
-        for chunk in batch.chunks:
-            self._result(chunk)
-        return True
 
-    def _cell(self, batch, request: Request, place: int) -> tuple[int, int]:
-        return int(batch.page_tables[request.row, place // PAGE]), place % PAGE
-
-    def _result(self, chunk) -> None:
+    def _result(self, chunk: Chunk, steps: int) -> None:
         request = chunk.request
-        if chunk.samples:  # by a rule, so that requests that begin alike go on alike
-            request.tokens.append(ord("a") + sum(request.tokens) % 2)
-        wanted = 0 if isinstance(request, ScoreRequest) else request.params.max_tokens
-        if chunk.completes and len(request.tokens) == request.prompt_length + wanted:
-            request.done = True
-            self.one.finish(request)
+        for _ in range(steps):
+            if request.life != chunk.life:
+                return
+            request.pending -= chunk.completes
+            stopped, wanted = False, 0
+            if chunk.samples:
+                request.tokens = continued(request.tokens, len(request.tokens) + 1)
+                self.one.share(request)
+                wanted = request.params.max_tokens
+                stopped = request.tokens[-1] in request.params.stop_token_ids
+            if stopped or (
+                chunk.completes and len(request.tokens) == chunk.request.prompt_length + wanted
+            ):
+                request.done = True
+                self.one.finish(request)
 
     def run(self, limit: int = 500) -> None:
         """Until nothing is left to do."""
@@ -218,9 +253,16 @@ class Simulation:
             assert not isinstance(one.key[0], CachedPage) or one.key[0] in cached, "cannot be found"
         for request in running:
             assert [c.page for c in request.cached] == request.pages[: len(request.cached)]
-            assert len(request.cached) == request.computed // PAGE, "full pages are kept at once"
+            known = min(request.computed, len(request.tokens))
+            # Or once the next token is read, if the last one of a page was read before it was fed.
+            kept = len(request.cached)
+            assert (known - self.behind) // PAGE <= kept <= known // PAGE, "kept at once"
             row = self.one.page_tables[request.row]
             assert row[: len(request.pages)].tolist() == request.pages
+
+
+def cell_of(page_tables, request: Request, place: int) -> tuple[int, int]:
+    return int(page_tables[request.row, place // PAGE]), place % PAGE
 
 
 def pages_of(one: Scheduler) -> set[CachedPage]:
@@ -228,8 +270,16 @@ def pages_of(one: Scheduler) -> set[CachedPage]:
 
 
 def content(request: Request, place: int) -> tuple:
-    """All that a value at a position follows from."""
-    return request.adapter, tuple(request.tokens[: place + 1])
+    """All that a value at a position follows from; later tokens than are known too."""
+    return request.adapter, tuple(continued(request.tokens, place + 1)[: place + 1])
+
+
+def continued(tokens: list[int], length: int) -> list[int]:
+    """At least so many tokens, by a rule: requests that begin alike go on alike."""
+    tokens = list(tokens)
+    while len(tokens) < length:
+        tokens.append(ord("a") + (sum(tokens) + len(tokens) // 3) % 2)
+    return tokens
 
 
 @pytest.mark.parametrize(("length", "computed"), [(1, 1), (2, 2), (3, 1), (4, 2), (7, 1), (8, 2)])
@@ -421,9 +471,11 @@ def test_a_score_that_makes_room_starts_over():
 class Machine(RuleBasedStateMachine):
     """Requests that begin alike come, are closed and end, under adapters that come and go."""
 
+    behind, decode_steps = False, 1
+
     def __init__(self):
         super().__init__()
-        self.sim = Simulation(pages=12)
+        self.sim = Simulation(pages=12, behind=self.behind, decode_steps=self.decode_steps)
         self.requests: list[Request] = []
         for name in "pqr":
             self.sim.adapters.add(name, no_adapter())
@@ -434,10 +486,23 @@ class Machine(RuleBasedStateMachine):
     names = st.sampled_from([None, None, "p", "q", "r"])
     prompts = st.text("ab", min_size=1, max_size=9)
 
-    @rule(tokens=prompts, max_tokens=st.integers(1, 7), name=names, copies=st.integers(1, 3))
-    def generate(self, tokens, max_tokens, name, copies):
+    @rule(
+        tokens=prompts,
+        max_tokens=st.integers(1, 7),
+        name=names,
+        copies=st.integers(1, 3),
+        stop=st.sampled_from(["", "", "a", "b"]),
+    )
+    def generate(self, tokens, max_tokens, name, copies, stop):
         for _ in range(copies):
-            self.requests.append(self.sim.generate(tokens, max_tokens, name))
+            self.requests.append(self.sim.generate(tokens, max_tokens, name, stop))
+
+    @rule()
+    def fail(self):
+        """A step fails: what is under way is lost."""
+        self.sim.under_way.clear()
+        self.sim.one.start_over()
+        assert not self.sim.one.running
 
     @rule(tokens=prompts, name=names)
     def score(self, tokens, name):
@@ -483,5 +548,20 @@ class Machine(RuleBasedStateMachine):
         assert len(pool.prefixes) == 0
 
 
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+class BehindMachine(Machine):
+    """The same while each step is begun before the one before it is read."""
+
+    behind = True
+
+
+class LoopMachine(BehindMachine):
+    """The same with several steps at once where that can be."""
+
+    decode_steps = 3
+
+
+MANY = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestMachine, TestBehind, TestLoop = (
+    machine.TestCase for machine in (Machine, BehindMachine, LoopMachine)
+)
+TestMachine.settings = TestBehind.settings = TestLoop.settings = MANY

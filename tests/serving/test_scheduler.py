@@ -11,6 +11,7 @@ from lora_moe_jax import SamplingParams
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.request import GenerateRequest, ScoreRequest
 from lora_moe_jax.serving.scheduler import Scheduler
+from tests.serving.helpers import unpacked
 
 PAGE, MAX_LENGTH = 4, 32
 
@@ -44,8 +45,10 @@ def take_results(one: Scheduler, batch) -> None:
     one.wrote(batch)
     for chunk in batch.chunks:
         request = chunk.request
+        request.pending -= chunk.completes
         if chunk.samples:
             request.tokens.append(1)
+            one.share(request)
             finished = len(request.generated) == request.params.max_tokens
         else:
             finished = chunk.completes
@@ -56,7 +59,8 @@ def take_results(one: Scheduler, batch) -> None:
 
 def check(one: Scheduler, batch) -> None:
     """What must hold of every step."""
-    size = len(batch.tokens)
+    size, inputs = batch.size, unpacked(one, batch)
+    assert len(inputs.tokens) == size
     assert size in one.token_buckets
     assert sum(chunk.length for chunk in batch.chunks) <= size
     smaller = [bucket for bucket in one.token_buckets if bucket < size]
@@ -72,13 +76,19 @@ def check(one: Scheduler, batch) -> None:
         assert 1 <= chunk.length <= one.prefill_chunk
         assert (used[span] == -1).all(), "two chunks share a row"
         used[span] = request.row
-        assert batch.tokens[span].tolist() == request.tokens[chunk.start :][: chunk.length]
-        assert batch.positions[span].tolist() == list(range(chunk.start, request.computed))
-        pages = batch.page_tables[request.row].tolist()
+        assert inputs.tokens[span].tolist() == request.tokens[chunk.start :][: chunk.length]
+        assert inputs.positions[span].tolist() == list(range(chunk.start, request.computed))
+        pages = inputs.rows.page_tables[request.row].tolist()
         assert pages[: len(request.pages)] == request.pages
         assert request.computed <= len(request.pages) * PAGE
-    assert (batch.request == used).all()
-    assert (batch.token_slots[used == -1] == -1).all()
+    assert (inputs.request == used).all()
+    last = {c.row: c.offset + c.length - 1 for c in batch.chunks if c.samples}
+    every_row = range(len(one.page_tables))
+    assert inputs.rows.sample_at.tolist() == [last.get(row, -1) for row in every_row]
+    for chunk in batch.chunks:
+        assert inputs.rows.slots[chunk.row] == -1
+        if chunk.samples:
+            assert inputs.rows.step[chunk.row] == len(chunk.request.generated)
 
 
 requests = st.lists(
@@ -165,9 +175,9 @@ def test_a_prompt_of_few_tokens_goes_along_with_a_chunk():
 def test_the_smallest_bucket_that_fits_is_taken():
     one = scheduler(buckets=(4, 16))
     one.add([scoring(4)])
-    assert len(one.next_batch().tokens) == 4
+    assert one.next_batch().size == 4
     one.add([scoring(5)])
-    assert len(one.next_batch().tokens) == 16
+    assert one.next_batch().size == 16
 
 
 def test_a_request_waits_for_pages_and_nobody_passes_it():

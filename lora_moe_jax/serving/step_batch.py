@@ -1,0 +1,124 @@
+"""The work of one step: chunks of requests, laid out as a flat batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lora_moe_jax.serving.request import GenerateRequest, Request
+from lora_moe_jax.serving.step_layout import FED_BACK, RowInputs, StepLayout
+
+
+class Chunk(NamedTuple):
+    """Tokens `start .. start + length` of a request, at places `offset ..` of the batch.
+
+    `completes` says whether they are the last of the request so far, `samples` whether the next
+    token is to be sampled after them. `row` and `life` are the request's when the batch was made:
+    what comes out belongs to it only while its `life` is that.
+    """
+
+    request: Request
+    start: int
+    length: int
+    offset: int
+    completes: bool
+    samples: bool
+    row: int
+    life: int
+
+
+class StepBatch(NamedTuple):
+    """A batch of `size` tokens as the device takes it.
+
+    Attributes:
+      packed: int32, see `StepLayout`.
+      steps: how many steps the device takes by itself, feeding its tokens back.
+      filters: whether the next token of any row is filtered by top-k, top-p or min-p.
+      chunks: what is in the batch; of a batch of several steps, what the first one takes.
+      generating: how many of them, the first, are tokens that their requests generated.
+    """
+
+    packed: np.ndarray
+    size: int
+    steps: int
+    filters: bool
+    chunks: list[Chunk]
+    generating: int
+
+
+class RowTable:
+    """The rows' part of the step inputs, kept from step to step.
+
+    Attributes:
+      values: views of it.
+    """
+
+    def __init__(self, layout: StepLayout):
+        self._layout = layout
+        self._part = np.zeros(layout.row_size, np.int32)
+        self._filters = np.zeros(layout.rows, bool)
+        self.values: RowInputs = layout.row_values(self._part)
+
+    def start(self, request: Request) -> None:
+        """A request begins in its row."""
+        row, values = request.row, self.values
+        values.page_tables[row] = 0
+        values.slots[row] = request.slot
+        if isinstance(request, GenerateRequest):
+            params = request.params
+            values.temperature[row] = params.temperature
+            values.top_k[row] = params.top_k
+            values.top_p[row] = params.top_p
+            values.min_p[row] = params.min_p
+            values.seed[row] = request.seed
+            self._filters[row] = params.temperature > 0 and (
+                params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+            )
+
+    def lay_out(
+        self,
+        generating: Sequence[Request],
+        prompts: Sequence[tuple[Request, int]],
+        *,
+        size: int,
+        steps: int,
+    ) -> StepBatch:
+        """One token of those that generate, then so many tokens of each prompt."""
+        tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        rows, values = np.full(size, -1, np.int32), self.values
+        count = len(generating)
+        chunks = [
+            Chunk(r, r.computed, 1, at, True, True, r.row, r.life)
+            for at, r in enumerate(generating)
+        ]
+        where = [r.row for r in generating]
+        tokens[:count] = [FED_BACK if r.pending else r.tokens[-1] for r in generating]
+        positions[:count] = [r.computed for r in generating]
+        rows[:count] = where
+        values.sample_at[:] = -1
+        values.sample_at[where] = np.arange(count)
+        values.step[where] = [r.computed + 1 - r.prompt_length for r in generating]
+        offset = count
+        for request, length in prompts:
+            start = request.computed
+            end = start + length
+            places = slice(offset, offset + length)
+            tokens[places] = request.tokens[start:end]
+            positions[places] = np.arange(start, end)
+            rows[places] = request.row
+            completes = end == len(request.tokens)
+            samples = completes and isinstance(request, GenerateRequest)
+            row = request.row
+            chunks.append(
+                Chunk(request, start, length, offset, completes, samples, row, request.life)
+            )
+            offset += length
+            if samples:
+                where.append(row)
+                values.sample_at[row] = offset - 1
+                values.step[row] = end - request.prompt_length
+        packed = self._layout.pack(tokens, positions, rows, self._part)
+        filters = bool(self._filters[where].any())
+        return StepBatch(packed, size, steps, filters, chunks, count)
