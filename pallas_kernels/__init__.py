@@ -1,4 +1,4 @@
-"""Grouped low-rank matrix products and paged attention for mixtures of adapters, in JAX.
+"""Grouped low-rank matrix products, paged attention and row reductions, in JAX.
 
 Each operation has a folder: `api.py` (the public function and its contract), `reference.py` (the
 obviously correct definition that tests compare against), `xla.py` (plain JAX, runs everywhere).
@@ -15,6 +15,7 @@ from pallas_kernels.paged_attention.api import (
     write_pages,
 )
 from pallas_kernels.routing_plan.api import RoutingPlan, combine, routing_plan
+from pallas_kernels.row_reduce.api import log_sum_exp, rms_norm, row_sum
 
 __all__ = [
     "Gate",
@@ -23,10 +24,13 @@ __all__ = [
     "RoutingPlan",
     "combine",
     "grouped_lora_matmul",
+    "log_sum_exp",
     "lora_matmul",
     "moe_mlp",
     "paged_attention",
     "paged_latent_attention",
+    "rms_norm",
     "routing_plan",
+    "row_sum",
     "write_pages",
 ]

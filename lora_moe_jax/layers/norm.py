@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from lora_moe_jax.layers.build import Build
-from lora_moe_jax.layers.reduce import row_sum
+from pallas_kernels import rms_norm
 
 
 class RmsNorm(nnx.Module):
@@ -19,7 +17,4 @@ class RmsNorm(nnx.Module):
         self.weight = build.scale(size, f"{name}.weight")
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        wide = x.astype(jnp.float32)
-        mean_square = row_sum(wide * wide) / x.shape[-1]
-        normed = (wide * lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
-        return normed * self.weight[...].astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps)

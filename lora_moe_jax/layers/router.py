@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from lora_moe_jax.config.model import MoeConfig
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.linear import Linear
-from lora_moe_jax.layers.reduce import row_sum
+from pallas_kernels import row_sum
 
 
 class Router(nnx.Module):

@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from lora_moe_jax.layers.logprobs import VOCAB_CHUNK, log_sum_exp, token_logprobs
+from lora_moe_jax.layers.logprobs import token_logprobs
+from pallas_kernels import log_sum_exp
+from pallas_kernels.row_reduce.xla import CHUNK
 
 
-@pytest.mark.parametrize("vocab", [7, VOCAB_CHUNK, 2 * VOCAB_CHUNK + 300])
+@pytest.mark.parametrize("vocab", [7, CHUNK, 2 * CHUNK + 300])
 @pytest.mark.parametrize("spread", [1, 60])
 def test_equals_log_softmax(vocab, spread):
     rng = np.random.default_rng(0)
@@ -28,9 +30,9 @@ def test_equals_log_softmax(vocab, spread):
 
 def test_ruled_out_tokens_count_nothing():
     """-inf logits, a whole chunk of them and the first one too."""
-    logits = np.random.default_rng(1).standard_normal((2, 3 * VOCAB_CHUNK)).astype(np.float32)
-    logits[0, VOCAB_CHUNK : 2 * VOCAB_CHUNK] = -np.inf
-    logits[1, : VOCAB_CHUNK + 5] = -np.inf
+    logits = np.random.default_rng(1).standard_normal((2, 3 * CHUNK)).astype(np.float32)
+    logits[0, CHUNK : 2 * CHUNK] = -np.inf
+    logits[1, : CHUNK + 5] = -np.inf
     finite = [row[np.isfinite(row)].astype(np.float64) for row in logits]
     expected = [np.log(np.exp(row).sum()) for row in finite]
     np.testing.assert_allclose(jax.jit(log_sum_exp)(logits), expected, rtol=1e-6)

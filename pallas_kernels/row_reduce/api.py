@@ -1,0 +1,64 @@
+"""Reductions over the features of a row whose bits depend on that row alone.
+
+The compiler orders a plain reduction by the shape of the whole array, so that a row's sum can
+differ in its last bit between a batch of 8 and one of 128.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.implementation import implementation_module
+
+IMPLEMENTATIONS = ("xla", "triton")
+
+
+def row_sum(
+    x: Float[Array, "*rows features"], *, implementation: str | None = None
+) -> Float[Array, "*rows one"]:
+    """Sum over the last axis, kept as an axis of size 1.
+
+    Args:
+      implementation: "xla" or "triton" (GPUs); None takes what serves the platform best. Their bits
+        differ.
+
+    Raises:
+      NotImplementedError: there is no such implementation.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return _backend(implementation).row_sum(rows).reshape(*x.shape[:-1], 1)
+
+
+def rms_norm(
+    x: Float[Array, "*rows features"],
+    weight: Float[Array, " features"],
+    eps: float,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*rows features"]:
+    """x / rms(x) in float32, cast back to x's dtype, times the weight in x's dtype.
+
+    Args and errors: see `row_sum`.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return _backend(implementation).rms_norm(rows, weight.astype(x.dtype), eps).reshape(x.shape)
+
+
+def log_sum_exp(
+    x: Float[Array, "rows features"], *, implementation: str | None = None
+) -> Float[Array, " rows"]:
+    """log(sum(exp(x))) of float32 rows; -inf counts nothing.
+
+    Args and errors: see `row_sum`.
+    """
+    return _backend(implementation).log_sum_exp(x)
+
+
+def _backend(implementation: str | None) -> ModuleType:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise NotImplementedError(f"{implementation=} is not one of {IMPLEMENTATIONS}")
+    platform = "triton" if jax.default_backend() == "gpu" else "xla"
+    return implementation_module("pallas_kernels.row_reduce", implementation or platform)

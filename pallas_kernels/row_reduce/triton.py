@@ -1,0 +1,172 @@
+"""Kernels for GPUs: a program has some rows, and adds their features in an order of its own.
+
+That order follows from the number of features, and from nothing else: one program runs for any
+number of rows. Triton's blocks are powers of two; what lies past a row's end is masked.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+WIDEST = 8192  # features that a program has at once
+BLOCK = 2048  # values of a program, where rows are short: several share it
+
+
+@jax.custom_vjp
+def row_sum(x):
+    return _call("row_sum", _row_sum_kernel, (x.shape[0], 1), x)
+
+
+row_sum.defvjp(lambda x: (row_sum(x), x.shape), lambda shape, dy: (jnp.broadcast_to(dy, shape),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(x, weight, eps):
+    kernel = functools.partial(_rms_norm_kernel, eps)
+    return _call("rms_norm", kernel, x.shape, x, weight)
+
+
+def _rms_norm_backward(eps, saved, dy):
+    x, weight = (array.astype(jnp.float32) for array in saved)
+    dy = dy.astype(jnp.float32)
+    inverse = lax.rsqrt(row_sum(x * x) / x.shape[1] + eps)
+    dnormed = dy * weight
+    dx = inverse * (dnormed - x * (inverse * inverse / x.shape[1]) * row_sum(dnormed * x))
+    dweight = (dy * x * inverse).sum(0)
+    return tuple(d.astype(array.dtype) for d, array in zip((dx, dweight), saved, strict=True))
+
+
+rms_norm.defvjp(lambda x, weight, eps: (rms_norm(x, weight, eps), (x, weight)), _rms_norm_backward)
+
+
+@jax.custom_vjp
+def log_sum_exp(x):
+    return _call("log_sum_exp", _log_sum_exp_kernel, (x.shape[0], 1), x)[:, 0]
+
+
+def _log_sum_exp_forward(x):
+    y = log_sum_exp(x)
+    return y, (x, y)
+
+
+log_sum_exp.defvjp(
+    _log_sum_exp_forward, lambda saved, dy: (dy[:, None] * jnp.exp(saved[0] - saved[1][:, None]),)
+)
+
+
+def _row_sum_kernel(tile, x, out):
+    def add(i, total):
+        return total + tile.load(x, i, 0)
+
+    tile.store_column(out, tile.loop(add, tile.full(0)).sum(axis=1, keepdims=True))
+
+
+def _rms_norm_kernel(eps, tile, x, weight, out):
+    def add_square(i, total):
+        part = tile.load(x, i, 0).astype(jnp.float32)
+        return total + part * part
+
+    total = tile.loop(add_square, tile.full(0)).sum(axis=1, keepdims=True)
+    scale = lax.rsqrt(total / tile.features + eps)
+
+    def normalise(i, _):
+        part = (tile.load(x, i, 0).astype(jnp.float32) * scale).astype(out.dtype)
+        tile.store(out, i, part * tile.load_features(weight, i))
+
+    tile.loop(normalise, None)
+
+
+def _log_sum_exp_kernel(tile, x, out):
+    """Every column of the tile has a maximum and a sum of its own, joined at the end."""
+
+    def add(i, state):
+        maximum, total = state
+        part = tile.load(x, i, -jnp.inf)
+        new_maximum = jnp.maximum(maximum, part)
+        total = total * jnp.exp(maximum - new_maximum) + jnp.exp(part - new_maximum)
+        return new_maximum, total
+
+    # Finite, so that features of -inf alone do not make the correction exp(-inf + inf).
+    lowest = tile.full(jnp.finfo(jnp.float32).min)
+    maxima, totals = tile.loop(add, (lowest, tile.full(0)))
+    maximum = maxima.max(axis=1, keepdims=True)
+    total = (totals * jnp.exp(maxima - maximum)).sum(axis=1, keepdims=True)
+    tile.store_column(out, maximum + jnp.log(total))
+
+
+class _Tile:
+    """The rows of one program, of which it sees `width` features at once."""
+
+    def __init__(self, rows: int, features: int, program: jax.Array | int = 0):
+        self.rows, self.features, self.program = rows, features, program
+        self.width = min(pl.next_power_of_2(features), WIDEST)
+        self.height = max(1, BLOCK // self.width)
+
+    @property
+    def chunks(self) -> int:
+        return pl.cdiv(self.features, self.width)
+
+    def loop(self, body, state):
+        if self.chunks == 1:
+            return body(0, state)
+        return lax.fori_loop(0, self.chunks, body, state)
+
+    def full(self, value):
+        return jnp.full((self.height, self.width), value, jnp.float32)
+
+    def load(self, ref, chunk, other):
+        return plgpu.load(ref.at[:, self._columns(chunk)], mask=self._mask(chunk), other=other)
+
+    def load_features(self, ref, chunk):
+        columns = self._columns(chunk)
+        return plgpu.load(ref.at[columns], mask=self._inside(chunk)[0], other=0)[None]
+
+    def store(self, ref, chunk, values):
+        plgpu.store(ref.at[:, self._columns(chunk)], values, mask=self._mask(chunk))
+
+    def store_column(self, ref, values):
+        plgpu.store(ref, values, mask=self._real_rows())
+
+    def _columns(self, chunk):
+        return pl.ds(chunk * self.width, self.width)
+
+    def _inside(self, chunk):
+        column = lax.broadcasted_iota(jnp.int32, (1, self.width), 1)
+        return chunk * self.width + column < self.features
+
+    def _real_rows(self):
+        row = lax.broadcasted_iota(jnp.int32, (self.height, 1), 0)
+        return self.program * self.height + row < self.rows
+
+    def _mask(self, chunk):
+        return self._inside(chunk) & self._real_rows()
+
+
+def _call(name: str, kernel, out_shape, x, *weights):
+    tile = _Tile(*x.shape)
+
+    def body(*refs):
+        kernel(_Tile(*x.shape, pl.program_id(0)), *refs)
+
+    wide = tile.chunks * tile.width
+
+    def blocks(columns):
+        return pl.BlockSpec((tile.height, columns), lambda i: (i, 0))
+
+    call = pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct(out_shape, x.dtype),
+        grid=(pl.cdiv(tile.rows, tile.height),),
+        in_specs=[blocks(wide), *[pl.BlockSpec((wide,), lambda i: (0,)) for _ in weights]],
+        out_specs=blocks(1 if out_shape[1] == 1 else wide),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if tile.width <= BLOCK else 8),
+        interpret=jax.default_backend() == "cpu",
+        name=name,
+    )
+    return call(x, *weights)

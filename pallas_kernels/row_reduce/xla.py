@@ -1,0 +1,39 @@
+"""Plain JAX: sums are products with ones, which go through the fixed tiles of `lora_matmul`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.grouped_lora_matmul.api import lora_matmul
+
+CHUNK = 1024  # features of a step of `log_sum_exp`
+
+
+def row_sum(x):
+    return lora_matmul(x, jnp.ones((1, x.shape[1]), x.dtype))
+
+
+def rms_norm(x, weight, eps):
+    wide = x.astype(jnp.float32)
+    mean_square = row_sum(wide * wide) / x.shape[1]
+    return (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype) * weight
+
+
+def log_sum_exp(x):
+    """A running maximum and sum over chunks in a fixed order."""
+    rows, features = x.shape
+    padded = jnp.pad(x, ((0, 0), (0, -features % CHUNK)), constant_values=-jnp.inf)
+
+    def chunk(i, carry):
+        maximum, total = carry
+        part = lax.dynamic_slice_in_dim(padded, i * CHUNK, CHUNK, axis=1)
+        new_maximum = jnp.maximum(maximum, part.max(-1))
+        total = total * jnp.exp(maximum - new_maximum)
+        return new_maximum, total + row_sum(jnp.exp(part - new_maximum[:, None]))[:, 0]
+
+    # Finite, so that a chunk of -inf alone does not make the correction exp(-inf + inf).
+    lowest = jnp.full(rows, jnp.finfo(x.dtype).min, x.dtype)
+    carry = (lowest, jnp.zeros(rows, x.dtype))
+    maximum, total = lax.fori_loop(0, padded.shape[1] // CHUNK, chunk, carry)
+    return maximum + jnp.log(total)
