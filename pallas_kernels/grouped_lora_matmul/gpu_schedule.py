@@ -80,7 +80,10 @@ def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> Prod
     blocks = 2 if mean > 160 and parts == 1 else 1
     consumers = 2
     most_tiles = min(rows, groups + rows // heights[-1])
-    if mean <= 12:
+    if most_tiles * -(-width // (128 * blocks)) <= PROGRAMS // 2:
+        # A dense layer at decode: one program draws but a part of the bandwidth.
+        consumers = 1
+    elif mean <= 12:
         active = groups * (1 - (1 - 1 / groups) ** rows)
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
         consumers = 1 if narrow > wide + 0.08 else 2
