@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 CALLS = 13
 # Descriptors of its 18 lines, kept for the loop: beside 576 columns of keys 30 loads do not count.
-MAY_SPILL = {"latent attention": 256}  # bytes
+MAY_SPILL = {"latent attention": 320}  # bytes
 SPILL = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
