@@ -11,22 +11,31 @@ from lora_moe_jax.errors import (
 from lora_moe_jax.serving.async_engine import AsyncEngine
 from lora_moe_jax.serving.compile_guard import LateCompileError
 from lora_moe_jax.serving.engine import Engine
+from lora_moe_jax.serving.queue_limit import QueueFullError
 from lora_moe_jax.serving.request import Completion, Delta, FinishReason, Score
 from lora_moe_jax.serving.sampling_params import SamplingParams
+from lora_moe_jax.serving.sleep import EngineAsleepError, EngineBusyError
+from lora_moe_jax.serving.steps import CacheLostError
+from lora_moe_jax.serving.stream import RequestStream
 
 __all__ = [
     "Adapter",
     "AdapterError",
     "AsyncEngine",
+    "CacheLostError",
     "CheckpointError",
     "Completion",
     "ConfigError",
     "Delta",
     "Engine",
+    "EngineAsleepError",
+    "EngineBusyError",
     "FinishReason",
     "LateCompileError",
     "LoraMoeError",
+    "QueueFullError",
     "RequestError",
+    "RequestStream",
     "SamplingParams",
     "Score",
     "read_adapter",

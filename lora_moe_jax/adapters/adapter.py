@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,7 +65,7 @@ class Adapter:
     @property
     def targets(self) -> tuple[str, ...]:
         """The names of the projections, without repeating the layers: `mlp.experts.up_proj`."""
-        return tuple(sorted({name.split(".", 3)[-1] for name in self.pairs}))
+        return short_names(self.pairs)
 
     @property
     def num_parameters(self) -> int:
@@ -74,3 +74,8 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         return sum(pair.nbytes for pair in self.pairs.values())
+
+
+def short_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Projection names without their layers, each once."""
+    return tuple(sorted({name.split(".", 3)[-1] for name in names}))

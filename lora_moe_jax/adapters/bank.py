@@ -1,17 +1,16 @@
-"""The bank: every slot's arrays on the device, and the compiled update that writes one slot.
+"""The bank: every slot's arrays on the device.
 
-Only projections that some adapter may target have arrays. Writing a slot donates the old arrays,
-so nothing is reallocated, and runs one compiled function for each shape, so nothing is recompiled.
+Only projections that some adapter may target have arrays. `SlotWriter` writes them, for the pool of
+adapters alone: what a slot holds and what the prefix cache has of it must change together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from lora_moe_jax.adapters.adapter import Adapter, LoraPair
 from lora_moe_jax.adapters.projection import Projection
@@ -52,7 +51,6 @@ class Bank:
     def __init__(self, entries: Mapping[str, SlotEntry]):
         self.projections = {name: entry.projection for name, entry in entries.items()}
         self.arrays = {name: entry.arrays for name, entry in entries.items()}
-        self._writers = self._compile_writers()
 
     @property
     def nbytes(self) -> int:
@@ -72,34 +70,10 @@ class Bank:
     def check(self, adapter: Adapter) -> None:
         """Raises AdapterError unless the adapter fits into a slot."""
         for name, pair in adapter.pairs.items():
-            self._check(name, pair)
+            self.check_pair(name, pair)
 
-    def write(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into a slot; projections it does not have become zero.
-
-        Raises:
-          AdapterError: it does not fit. Nothing is written then.
-        """
-        self.check(adapter)
-        index = np.int32(slot)
-        for name, lora in self.arrays.items():
-            values = self._padded(lora, adapter.pairs.get(name))
-            self.arrays[name] = self._writers[name](lora, index, values)
-
-    def _compile_writers(self) -> dict[str, Any]:
-        """The compiled writer of each projection; projections of one shape share theirs."""
-        compiled: dict[tuple, Any] = {}
-        writers = {}
-        for name, lora in self.arrays.items():
-            key = tuple((array.shape, array.dtype, array.sharding) for array in lora)
-            if key not in compiled:
-                shardings = type(lora)(*(array.sharding for array in lora))
-                write = jax.jit(_write_slot, donate_argnums=0, out_shardings=shardings)
-                compiled[key] = write.lower(lora, np.int32(0), self._padded(lora, None)).compile()
-            writers[name] = compiled[key]
-        return writers
-
-    def _check(self, name: str, pair: LoraPair) -> None:
+    def check_pair(self, name: str, pair: LoraPair) -> None:
+        """`check` of one projection; only the shapes matter."""
         if name not in self.arrays:
             raise AdapterError(
                 "the engine has no slots for a projection of this adapter",
@@ -128,31 +102,3 @@ class Bank:
                     found=f"{values.shape[0]} factors",
                     hint="build the engine with shared_outer=False",
                 )
-
-    @staticmethod
-    def _padded(lora: Lora | KvBLora, pair: LoraPair | None) -> Lora | KvBLora:
-        """The slot's new values: ranks padded with zeros, shared factors repeated if need be."""
-        values = type(lora)(*(np.zeros(array.shape[1:], array.dtype) for array in lora))
-        if pair is None:
-            return values
-        rank = pair.a.shape[1]
-        values.a[:, :rank] = pair.a
-        values.scaling[:] = pair.scaling
-        if isinstance(lora, KvBLora):
-            heads, _, nope = values.b_key.shape
-            by_head = pair.b[0].reshape(rank, heads, -1).swapaxes(0, 1)
-            values.b_key[:, :rank] = by_head[:, :, :nope]
-            values.b_value[:, :rank] = by_head[:, :, nope:]
-        else:
-            values.b[:, :rank] = pair.b
-        return values
-
-
-def _write_slot(lora, slot: jax.Array, values):
-    """The arrays of one projection with one slot replaced."""
-    return type(lora)(
-        *(
-            jax.lax.dynamic_update_index_in_dim(array, value, slot, 0)
-            for array, value in zip(lora, values, strict=True)
-        )
-    )

@@ -5,6 +5,9 @@ requests keep the one that they began with. So an entry's host copy lives while 
 it or an unfinished request holds it, and its slot cannot be taken while a request runs with it.
 Otherwise a slot is only a cache: the least recently used entry gives up its own to one that needs
 it, and comes back from the host copy. One slot is never pinned, so that every adapter has a turn.
+
+A version that came from the device is in its slot alone, and gets a host copy when it gives up the
+slot.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from lora_moe_jax.adapters.adapter import Adapter
+from lora_moe_jax.adapters.device_params import DeviceParams, InSlot
 from lora_moe_jax.adapters.names import check_name
 from lora_moe_jax.errors import AdapterError
 
@@ -28,7 +32,8 @@ class AdapterInfo:
     Attributes:
       version: counts the loads under this name, from 1.
       slot: where it is on the device; None while it is in host memory alone.
-      nbytes: of the host copy.
+      layout: as in `Adapter.layout`; "device" for a version that came from there.
+      nbytes: of the host copy; 0 while there is none.
       pinned: whether it keeps its slot.
     """
 
@@ -48,14 +53,15 @@ class Entry:
 
     Attributes:
       info: what is known of it now.
-      adapter: the host copy; None once nothing can need it any more.
+      adapter: the host copy, or what stands for it while the values are in the slot alone; None
+        once nothing can need it any more.
       requests: how many unfinished requests began with it.
       running: how many of them run; it keeps its slot while any does.
       last_used: a count that grows with every use of any entry.
     """
 
     info: AdapterInfo
-    adapter: Adapter | None
+    adapter: Adapter | InSlot | None
     requests: int = 0
     running: int = 0
     last_used: int = 0
@@ -75,15 +81,22 @@ class AdapterPool:
     Args:
       slots: how many adapters the bank holds.
       write: puts an adapter into a slot; it is given only what fits, and must not fail.
+      read: makes the host copy of what came from the device and is in a slot.
 
     Attributes:
       loads: how many times a slot was written.
       evictions: how many times an adapter lost its slot to another.
     """
 
-    def __init__(self, slots: int, write: Callable[[int, Adapter], None]):
+    def __init__(
+        self,
+        slots: int,
+        write: Callable[[int, Adapter | DeviceParams], None],
+        read: Callable[[int, InSlot], Adapter],
+    ):
         self.loads = self.evictions = 0
         self._write = write
+        self._read = read
         self._slots: list[Entry | None] = [None] * slots
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()  # replaced or unloaded; unfinished requests hold them
@@ -130,6 +143,37 @@ class AdapterPool:
         It is written at once if a slot is free. A pin stays with the name; for that an idle
         adapter makes room, and if none is idle the new version gets its slot when first used.
         """
+        entry = self._new_version(name, adapter)
+        if self.free or entry.info.pinned:
+            self._place(entry)
+        return entry
+
+    def update(self, name: str, params: DeviceParams) -> Entry:
+        """Makes parameters, which fit the bank, the newest version under a good name.
+
+        They are written at once and not kept. The version before keeps its slot only if a request
+        runs with it.
+
+        Raises:
+          AdapterError: no slot can be had. Nothing has changed then.
+        """
+        old = self._entries.get(name)
+        held = [e for e in self._slots if e and (e.running or (e.info.pinned and e is not old))]
+        if len(held) == len(self._slots):
+            raise AdapterError(
+                "no slot can be had for a new version: each is pinned or in use by a running "
+                "request, which ends with the version that it began with",
+                key=name,
+                expected="a slot whose adapter is neither",
+                found=f"{len(self._slots)} slots",
+                hint="finish or abort streams first, unpin_adapter one, or build the engine with a "
+                "larger max_adapters: one slot more than adapters that run at a time",
+            )
+        entry = self._new_version(name, params.in_slot)
+        self._place(entry, params)
+        return entry
+
+    def _new_version(self, name: str, adapter: Adapter | InSlot) -> Entry:
         version = self._versions[name] = self._versions.get(name, 0) + 1
         info = AdapterInfo(
             name=name,
@@ -145,8 +189,6 @@ class AdapterPool:
             entry.info = replace(info, pinned=old.info.pinned)
             self._retire(old)
         self._entries[name] = entry
-        if self.free or entry.info.pinned:
-            self._place(entry)
         return entry
 
     def remove(self, name: str, when_busy: str = "refuse") -> None:
@@ -236,12 +278,27 @@ class AdapterPool:
 
     # Slots
 
-    def _place(self, entry: Entry) -> bool:
-        """Writes the entry to a slot that is free or that an idle entry gives up, if any."""
+    def clear_slots(self) -> None:
+        """Every entry gives up its slot; no request is running."""
+        for entry in filter(None, list(self._slots)):
+            self._make_room(entry)
+
+    def place_pinned(self) -> None:
+        """Gives pinned adapters slots again, after `clear_slots`."""
+        for entry in self._entries.values():
+            if entry.info.pinned:
+                self._place(entry)
+
+    def _place(self, entry: Entry, params: DeviceParams | None = None) -> bool:
+        """Writes the entry to a slot that is free or that an idle entry gives up, if any.
+
+        Args:
+          params: its values, if there is no host copy.
+        """
         if not self.free and not self._evict():
             return False
         slot = self._slots.index(None)
-        self._write(slot, entry.adapter)
+        self._write(slot, entry.adapter if params is None else params)
         self.loads += 1
         self._slots[slot] = entry
         entry.info = replace(entry.info, slot=slot)
@@ -253,9 +310,16 @@ class AdapterPool:
         idle = [entry for entry in self._slots if not (entry.running or entry.info.pinned)]
         if not idle:
             return False
-        self._vacate(min(idle, key=lambda entry: entry.last_used))
+        self._make_room(min(idle, key=lambda entry: entry.last_used))
         self.evictions += 1
         return True
+
+    def _make_room(self, entry: Entry) -> None:
+        """The entry gives up its slot, and will be needed again."""
+        if isinstance(entry.adapter, InSlot):
+            entry.adapter = self._read(entry.slot, entry.adapter)
+            entry.info = replace(entry.info, nbytes=entry.adapter.nbytes)
+        self._vacate(entry)
 
     def _vacate(self, entry: Entry) -> None:
         if entry.slot is not None:

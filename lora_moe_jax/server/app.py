@@ -129,7 +129,7 @@ class _Service:
         adapter = await self._adapter(asked.model)
         self._engine.check_count(len(asked.prompts) * asked.n)
         prompts = await asyncio.to_thread(self._encode, asked.prompts)
-        reply = CompletionReply(self._engine.codec, asked.model, asked.top_logprob)
+        reply = CompletionReply(self._engine.codec, asked.model)
         return await self._generate(request, asked, adapter, prompts, reply)
 
     async def chat(self, request: Request) -> Response:
@@ -137,7 +137,7 @@ class _Service:
         adapter = await self._adapter(asked.model)
         self._engine.check_count(asked.n)
         prompt = await asyncio.to_thread(self._engine.codec.chat, asked.messages)
-        reply = ChatReply(self._engine.codec, asked.model, asked.top_logprob)
+        reply = ChatReply(self._engine.codec, asked.model)
         return await self._generate(request, asked, adapter, [prompt], reply)
 
     def _encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
@@ -156,7 +156,7 @@ class _Service:
         each = [(prompt, i) for prompt in prompts for i in range(asked.n)]
         params = [self._params(asked, prompt, i) for prompt, i in each]
         deltas = await self._engine.stream(
-            [prompt for prompt, _ in each], params, [adapter] * len(each)
+            [prompt for prompt, _ in each], params, [adapter] * len(each), asked.priority
         )
         if asked.stream:
             return _EventStream(_events(deltas, asked, len(each), reply), deltas)

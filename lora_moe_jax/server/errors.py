@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from starlette.responses import JSONResponse
 
 from lora_moe_jax.errors import LoraMoeError
-from lora_moe_jax.serving.async_engine import EngineClosedError, QueueFullError
+from lora_moe_jax.serving.async_engine import EngineClosedError
+from lora_moe_jax.serving.queue_limit import QueueFullError
+from lora_moe_jax.serving.sleep import EngineAsleepError
 
 
 class ApiError(Exception):
@@ -55,6 +57,8 @@ def refused(error: LoraMoeError) -> ApiError:
         )
     if isinstance(error, EngineClosedError):
         return ApiError(503, message, kind="server_error", code="shutting_down")
+    if isinstance(error, EngineAsleepError):
+        return ApiError(503, message, kind="server_error", code="asleep")
     # The engine's arguments are lists with an entry for each request; a client sent fields.
     key = re.sub(r"^params\[\d+\]\.", "", error.key or "")
     key = re.sub(r"^prompts\[\d+\]", "prompt", key)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.server.errors import ApiError, describe
-from lora_moe_jax.serving.sampling_params import SamplingParams
+from lora_moe_jax.serving.sampling_params import MAX_LOGPROBS, SamplingParams
 from lora_moe_jax.strict_json import parse_json_object
 
 MAX_BODY_BYTES = 8 << 20
@@ -78,6 +78,10 @@ _CHOICES = _Kind(
     f"an integer from 1 to {MAX_CHOICES}",
     lambda value: _is_int(value) and 1 <= value <= MAX_CHOICES,
 )
+_LIKELY = _Kind(
+    f"an integer from 0 to {MAX_LOGPROBS}",
+    lambda value: _is_int(value) and 0 <= value <= MAX_LOGPROBS,
+)
 _ROLE = _Kind(f"one of {', '.join(ROLES)}", lambda value: value in ROLES)
 _REQUIRED = object()
 _NOTHING: Mapping[str, tuple] = {}
@@ -91,7 +95,7 @@ class Asked:
       prompts: of completions; chats have `messages` instead.
       to_the_end: generate as much as fits instead of `params.max_tokens`.
       n: choices for each prompt.
-      top_logprob: show each token's logprob also as that of the most likely token.
+      priority: the smaller, the earlier.
       include_usage: end a stream with the count of tokens.
     """
 
@@ -101,7 +105,7 @@ class Asked:
     params: SamplingParams
     to_the_end: bool
     n: int
-    top_logprob: bool
+    priority: int
     stream: bool
     include_usage: bool
 
@@ -114,13 +118,12 @@ def read_completion(body: dict) -> Asked:
     """
     fields = _Fields(body)
     prompts = _prompts(fields.take("prompt"))
-    count = fields.take("logprobs", _INTEGER, None)
+    count = fields.take("logprobs", _LIKELY, None)
     return _asked(
         fields,
         prompts=prompts,
         max_tokens=fields.take("max_tokens", default=16),
-        top=(0 if count is None else count, "logprobs"),
-        logprobs=count is not None,
+        logprobs=count,
     )
 
 
@@ -138,7 +141,7 @@ def read_chat(body: dict) -> Asked:
     if None not in (newer, older) and newer != older:
         message = "max_tokens and max_completion_tokens differ; send one of them"
         raise ApiError(400, message, param="max_tokens")
-    top = fields.take("top_logprobs", _INTEGER, 0)
+    top = fields.take("top_logprobs", _LIKELY, 0)
     logprobs = fields.take("logprobs", _BOOL, False)
     if top and not logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -146,8 +149,7 @@ def read_chat(body: dict) -> Asked:
         fields,
         messages=messages,
         max_tokens=older if newer is None else newer,
-        top=(top, "top_logprobs"),
-        logprobs=logprobs,
+        logprobs=top if logprobs else None,
     )
 
 
@@ -157,8 +159,7 @@ def _asked(
     prompts=(),
     messages=(),
     max_tokens: int | None,
-    top: tuple[int, str],
-    logprobs: bool,
+    logprobs: int | None,
 ) -> Asked:
     """The fields that completions and chats share."""
     settings = {key: fields.take(key, default=None) for key in _SAMPLING}
@@ -166,14 +167,6 @@ def _asked(
     if max_tokens is not None:
         settings["max_tokens"] = max_tokens
     params = SamplingParams(logprobs=logprobs, **settings)
-    top_count, top_field = top
-    # With temperature 0 the token that is chosen is the most likely one.
-    if not 0 <= top_count <= (1 if params.temperature == 0 else 0):
-        message = (
-            f"{top_field} may be 0 (or 1 if temperature is 0): the logprobs of generated tokens "
-            "are returned, those of others are not"
-        )
-        raise ApiError(400, message, param=top_field, code="unsupported_value")
     stream = fields.take("stream", _BOOL, False)
     asked = Asked(
         model=fields.take("model", _STRING),
@@ -182,7 +175,7 @@ def _asked(
         params=params,
         to_the_end=max_tokens is None,
         n=fields.take("n", _CHOICES, 1),
-        top_logprob=top_count == 1,
+        priority=fields.take("priority", _INTEGER, 0),
         stream=stream,
         include_usage=_include_usage(fields, stream),
     )

@@ -20,7 +20,7 @@ class Usage:
         self._generated = 0
 
     def add(self, delta: Delta) -> None:
-        self._generated += 1
+        self._generated += delta.token_id is not None
         if delta.completion is not None and delta.index % self._n == 0:
             self._prompt += len(delta.completion.prompt_token_ids)
 
@@ -37,15 +37,13 @@ class CompletionReply:
 
     Args:
       model: the name that the client used.
-      top_logprob: show each token's logprob also as that of the most likely token.
     """
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, codec: TextCodec, model: str, top_logprob: bool):
+    def __init__(self, codec: TextCodec, model: str):
         self._codec = codec
         self._model = model
-        self._top = top_logprob
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._sent: dict[int, int] = {}  # characters of each choice's text so far
@@ -74,11 +72,11 @@ class CompletionReply:
 
     def _choice(self, deltas: list[Delta], streamed: bool) -> dict:
         index, completion = deltas[-1].index, deltas[-1].completion
-        logprobs = None if deltas[0].logprob is None else self._logprobs(deltas)
+        scored = [delta for delta in deltas if delta.logprob is not None]
         return {
             "index": index,
             **self._content("".join(delta.text for delta in deltas), streamed),
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(scored) if scored else None,
             "finish_reason": None if completion is None else str(completion.finish_reason),
         }
 
@@ -86,23 +84,33 @@ class CompletionReply:
         return {"text": text}
 
     def _logprobs(self, deltas: list[Delta]) -> dict:
-        tokens = [self._token(delta) for delta in deltas]
-        values = [delta.logprob for delta in deltas]
         offsets = []
         for delta in deltas:
             offsets.append(self._sent.get(delta.index, 0))
             self._sent[delta.index] = offsets[-1] + len(delta.text)
-        pairs = [{t: v} for t, v in zip(tokens, values, strict=True)] if self._top else None
+        likely = [self._likely(delta) for delta in deltas]
         return {
-            "tokens": tokens,
-            "token_logprobs": values,
-            "top_logprobs": pairs,
+            "tokens": [self._token(delta.token_id) for delta in deltas],
+            "token_logprobs": [delta.logprob for delta in deltas],
+            "top_logprobs": likely if any(likely) else None,
             "text_offset": offsets,
         }
 
-    def _token(self, delta: Delta) -> str:
+    def _likely(self, delta: Delta) -> dict[str, float]:
+        """Logprobs of the most likely tokens, and of the one that was chosen, by their text.
+
+        Of tokens that look alike, as parts of characters do, the most likely stands for all.
+        """
+        if not delta.top_logprobs:
+            return {}
+        likely = {}
+        for token, logprob in [*delta.top_logprobs, (delta.token_id, delta.logprob)]:
+            likely.setdefault(self._token(token), logprob)
+        return likely
+
+    def _token(self, token_id: int) -> str:
         """A token alone; part of a character shows as a replacement character."""
-        return self._codec.tokenizer.decode([delta.token_id], skip_special_tokens=False)
+        return self._codec.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 class ChatReply(CompletionReply):
@@ -124,17 +132,21 @@ class ChatReply(CompletionReply):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _logprobs(self, deltas: list[Delta]) -> dict:
-        entries = []
-        for delta in deltas:
-            token = self._token(delta)
-            whole = "\N{REPLACEMENT CHARACTER}" not in token
-            entry = {
-                "token": token,
-                "logprob": delta.logprob,
-                "bytes": list(token.encode()) if whole else None,
-            }
-            entries.append(entry | {"top_logprobs": [entry] if self._top else []})
+        entries = [
+            self._entry(delta.token_id, delta.logprob)
+            | {"top_logprobs": [self._entry(*likely) for likely in delta.top_logprobs or []]}
+            for delta in deltas
+        ]
         return {"content": entries, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict:
+        token = self._token(token_id)
+        whole = "\N{REPLACEMENT CHARACTER}" not in token
+        return {
+            "token": token,
+            "logprob": logprob,
+            "bytes": list(token.encode()) if whole else None,
+        }
 
 
 def event(data: dict | str) -> str:

@@ -7,27 +7,28 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from lora_moe_jax.adapters import Adapter, read_adapter
 from lora_moe_jax.adapters.pool import AdapterInfo
-from lora_moe_jax.errors import ConfigError, LoraMoeError, RequestError
+from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving import validate
-from lora_moe_jax.serving.engine import Engine, EngineStats, Prompt
+from lora_moe_jax.serving.engine import Engine
+from lora_moe_jax.serving.intake import Prompt
 from lora_moe_jax.serving.options import EngineOptions
-from lora_moe_jax.serving.request import Delta, Score
+from lora_moe_jax.serving.queue_limit import check_count, check_limit, check_room
+from lora_moe_jax.serving.request import Delta, Request, Score, scores
 from lora_moe_jax.serving.sampling_params import SamplingParams
+from lora_moe_jax.serving.stats import EngineStats
+from lora_moe_jax.serving.stream import RequestStream
 from lora_moe_jax.serving.text import TextCodec
 
 DEFAULT_MAX_WAITING = 256
 
 T = TypeVar("T")
-
-
-class QueueFullError(RequestError):
-    """Too many requests are waiting; the same request may be served later."""
 
 
 class EngineClosedError(RequestError):
@@ -49,13 +50,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = DEFAULT_MAX_WAITING):
-        if max_waiting < 0:
-            raise ConfigError(
-                "max_waiting is out of range",
-                key="max_waiting",
-                expected="an integer of at least 0",
-                found=str(max_waiting),
-            )
+        check_limit(max_waiting)
         self.max_waiting = max_waiting
         self._engine = engine
         self._calls: list[_Call] = []  # the engine's thread alone touches them
@@ -85,26 +80,24 @@ class AsyncEngine:
 
     def check_count(self, count: int) -> None:
         """Raises RequestError for more requests in one call than could ever be taken."""
-        if count > self._room():
-            raise RequestError(
-                "too many requests in one call",
-                key="prompts",
-                expected=f"at most {self._room()}",
-                found=str(count),
-            )
+        check_count(count, self._room())
 
     def _room(self) -> int:
         return self.options.max_requests + self.max_waiting
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, adapter: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[Delta]:
         """One request's tokens as they come. Closing the iterator ends the request.
 
         Raises:
           RequestError: it cannot be served, or (QueueFullError) not now.
         """
-        with await self.stream([prompt], params, [adapter]) as deltas:
+        with await self.stream([prompt], params, [adapter], priority) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -113,28 +106,45 @@ class AsyncEngine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapters: Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> DeltaStream:
         """`Engine.stream`: all requests are taken, or none. Use the result with `with`.
 
         Raises:
           RequestError: at once; a request cannot be served, or (QueueFullError) not now.
         """
+        return await self._stream(
+            prompts, lambda: self._engine.stream(prompts, params, adapters, priority)
+        )
+
+    async def _stream(self, prompts, open_stream: Callable[[], RequestStream]) -> DeltaStream:
         call = _Call()
         try:
-            await self._run(lambda: self._open(call, prompts, params, adapters))
+            await self._run(lambda: self._open(call, prompts, open_stream))
         except asyncio.CancelledError:
             self._end(call)
             raise
-        return DeltaStream(call, self._end)
+        return DeltaStream(call, self._end, self._abort)
 
     async def score(
         self,
         token_ids: Sequence[Prompt],
         adapters: Sequence[str | None] | None = None,
         return_logits: bool = False,
+        top_logprobs: int = 0,
+        priority: int | Sequence[int] = 0,
     ) -> list[Score]:
-        """`Engine.score`. Generations go on beside it; their tokens are handed over after it."""
-        return await self._run(lambda: self._score(token_ids, adapters, return_logits))
+        """`Engine.score`. Cancelling it ends the requests.
+
+        Raises:
+          RequestError: it cannot be served, was aborted by `sleep`, or (QueueFullError) not now.
+        """
+        arguments = token_ids, adapters, return_logits, top_logprobs, priority
+        stream = self._stream(token_ids, lambda: self._engine._open_scores(*arguments))
+        with await stream as deltas:
+            async for _ in deltas:
+                raise AssertionError("scoring yields no tokens")
+        return scores(deltas.requests)
 
     # Adapters and counters
 
@@ -149,6 +159,10 @@ class AsyncEngine:
             )
         return await self._run(lambda: self._engine.load_adapter(name, source))
 
+    async def update_adapter(self, name: str, params) -> AdapterInfo:
+        """`Engine.update_adapter`."""
+        return await self._run(lambda: self._engine.update_adapter(name, params))
+
     async def unload_adapter(self, name: str) -> None:
         """`Engine.unload_adapter`."""
         await self._run(lambda: self._engine.unload_adapter(name))
@@ -160,6 +174,14 @@ class AsyncEngine:
     async def stats(self) -> EngineStats:
         """`Engine.stats`."""
         return await self._run(self._engine.stats)
+
+    async def sleep(self, level: Literal[1, 2] = 1, abort: bool = False) -> None:
+        """`Engine.sleep`."""
+        await self._run(lambda: self._sleep(level, abort))
+
+    async def wake(self) -> None:
+        """`Engine.wake`."""
+        await self._run(self._engine.wake)
 
     # The end
 
@@ -195,6 +217,11 @@ class AsyncEngine:
         with contextlib.suppress(EngineClosedError):  # then it has ended already
             self._put(lambda: self._forget(call), Future())
 
+    def _abort(self, call: _Call, index: int | None) -> None:
+        call.stream.check(index)
+        with contextlib.suppress(EngineClosedError):
+            self._put(lambda: self._abort_now(call, index), Future())
+
     # From here on everything runs in the engine's thread
 
     def _work(self) -> None:
@@ -217,44 +244,36 @@ class AsyncEngine:
             self._engine._runner.step()
         except Exception as error:  # whatever it is, those who wait must hear of it
             self._fail(error)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
         for call in list(self._calls):
             if call.hand_over():
                 self._forget(call)
 
-    def _open(self, call: _Call, prompts, params, adapters) -> None:
+    def _open(self, call: _Call, prompts, open_stream: Callable[[], RequestStream]) -> None:
         count = len(validate.sequence_of_prompts(prompts))
         self.check_count(count)
-        room, stats = self._room(), self._engine.stats()
-        present = stats.running + stats.waiting
-        if present + count > room:
-            raise QueueFullError(
-                "too many requests are waiting",
-                key="max_waiting",
-                expected=f"at most {room} requests, running and waiting",
-                found=f"{present}, and {count} more",
-                hint="try again later",
-            )
         runner = self._engine._runner
-        before = len(runner.deltas)
-        call.requests = self._engine.stream(prompts, params, adapters)
-        call.unread = list(runner.deltas.values())[before:]
-        call.unfinished = len(call.unread)
-        if not call.hand_over():
-            self._calls.append(call)
+        check_room(runner.scheduler.unfinished, count, self._room())
+        call.stream = open_stream()
+        call.unread = [runner.deltas[request] for request in call.stream.requests]
+        self._calls.append(call)
+        self._hand_over()  # it may be of no requests
 
-    def _score(self, token_ids, adapters, return_logits: bool) -> list[Score]:
-        try:
-            return self._engine.score(token_ids, adapters, return_logits)
-        except LoraMoeError:  # refused before it began
-            raise
-        except Exception as error:  # a step failed, and others were in it
-            self._fail(error)
-            raise
+    def _abort_now(self, call: _Call, index: int | None) -> None:
+        if call in self._calls:
+            call.stream.abort(index)
+            self._hand_over()
+
+    def _sleep(self, level: int, abort: bool) -> None:
+        self._engine.sleep(level, abort)
+        self._hand_over()  # what was aborted
 
     def _forget(self, call: _Call) -> None:
         if call in self._calls:
             self._calls.remove(call)
-            call.requests.close()
+            call.stream.close()
 
     def _fail(self, error: Exception) -> None:
         for call in list(self._calls):
@@ -282,15 +301,14 @@ class _Call:
     """The requests of one `stream`, between the engine's thread and the task that reads them.
 
     Attributes:
-      requests: what closing ends them.
+      stream: the engine's, which ends them.
       unread: where the engine puts each one's deltas.
       items: deltas on their way to the task; then None, or the error that ended them.
     """
 
     def __init__(self):
-        self.requests: Iterator[Delta] | None = None
-        self.unread: list = []
-        self.unfinished = 0
+        self.stream: RequestStream | None = None
+        self.unread: list[deque[Delta]] = []
         self.items: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
@@ -298,12 +316,11 @@ class _Call:
         """Hands over what has come; whether that was the last."""
         for unread in self.unread:
             while unread:
-                delta = unread.popleft()
-                self.unfinished -= delta.completion is not None
-                self.tell(delta)
-        if not self.unfinished:
+                self.tell(unread.popleft())
+        done = all(request.done for request in self.stream.requests)
+        if done:
             self.tell(None)
-        return not self.unfinished
+        return done
 
     def tell(self, item: Delta | Exception | None) -> None:
         with contextlib.suppress(RuntimeError):  # the task's loop has ended, and the task with it
@@ -313,10 +330,21 @@ class _Call:
 class DeltaStream:
     """Deltas of the requests of one call as they come. Closing it ends the requests."""
 
-    def __init__(self, call: _Call, end: Callable[[_Call], None]):
+    def __init__(
+        self,
+        call: _Call,
+        end: Callable[[_Call], None],
+        abort: Callable[[_Call, int | None], None],
+    ):
         self._call = call
         self._end = end
+        self._abort = abort
         self._ended = False
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """In the order of the prompts; the engine's thread has them until the deltas end."""
+        return self._call.stream.requests
 
     def __aiter__(self) -> DeltaStream:
         return self
@@ -329,6 +357,10 @@ class DeltaStream:
         if item is None:
             raise StopAsyncIteration
         raise item
+
+    def abort(self, index: int | None = None) -> None:
+        """`RequestStream.abort`; the last deltas come with the others."""
+        self._abort(self._call, index)
 
     def close(self) -> None:
         """Ends the requests that are not done; harmless when all are."""

@@ -2,90 +2,46 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from lora_moe_jax.adapters import Adapter, LoraPair, check_name, read_adapter
-from lora_moe_jax.adapters.bank import Bank
+from lora_moe_jax.adapters.bank import KvBLora
 from lora_moe_jax.adapters.check import check_adapter
+from lora_moe_jax.adapters.device_params import DeviceParams
 from lora_moe_jax.adapters.pool import AdapterInfo, AdapterPool
+from lora_moe_jax.adapters.slot_writer import SlotWriter
 from lora_moe_jax.checkpoint.reader import Checkpoint
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.errors import AdapterError, RequestError
 from lora_moe_jax.layers.build import SlotConfig
-from lora_moe_jax.models.build import load_model
+from lora_moe_jax.models.build import abstract_model, load_model
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.parallel.mesh import automatic
-from lora_moe_jax.serving import validate
 from lora_moe_jax.serving.compile_cache import use_compile_cache
 from lora_moe_jax.serving.compile_guard import compile_count, no_compile
+from lora_moe_jax.serving.intake import Intake, Prompt
 from lora_moe_jax.serving.options import EngineOptions, slot_config
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.progress import progress_bar
-from lora_moe_jax.serving.request import (
-    Completion,
-    Delta,
-    GenerateRequest,
-    Request,
-    Score,
-    ScoreRequest,
-)
+from lora_moe_jax.serving.queue_limit import check_count, check_room
+from lora_moe_jax.serving.request import Completion, Request, Score, scores
 from lora_moe_jax.serving.runner import Runner
-from lora_moe_jax.serving.sampling_params import SamplingParams
+from lora_moe_jax.serving.sampling_params import MAX_LOGPROBS, SamplingParams
 from lora_moe_jax.serving.scheduler import Scheduler
+from lora_moe_jax.serving.sizes import MemorySizes, free_bytes
+from lora_moe_jax.serving.sleep import EngineAsleepError, EngineBusyError, free, nbytes, renewed
+from lora_moe_jax.serving.stats import EngineStats
 from lora_moe_jax.serving.steps import ModelArrays, Steps, allocate_pages
+from lora_moe_jax.serving.stream import RequestStream
 from lora_moe_jax.serving.text import TextCodec
-
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters since the engine was built, and what it holds.
-
-    `compilations` counts the whole process; after warm-up it stays as it is. `adapters` are the
-    names; resident ones and bytes on the host include old versions that requests are ending with.
-
-    `prompt_tokens` were computed, `prefix_hit_tokens` found in the cache in their place: of both
-    together, the latter's share is the hit rate. `cached_pages` may be found by later requests;
-    those of them that no running request has are among the `free_pages`, as they make room.
-
-    `steps` were begun; `host_ms_per_step` is how long the host works for one, on average, while it
-    does not wait for the device.
-
-    `preemptions` counts how often a request made room for an older one; its tokens are computed, or
-    found, once more.
-    """
-
-    compilations: int
-    steps: int
-    host_ms_per_step: float
-    prompt_tokens: int
-    prefix_hit_tokens: int
-    generated_tokens: int
-    adapters: int
-    resident_adapters: int
-    free_adapter_slots: int
-    adapter_loads: int
-    adapter_evictions: int
-    adapter_host_bytes: int
-    preemptions: int
-    running: int
-    waiting: int
-    free_pages: int
-    cached_pages: int
-    total_pages: int
-    bank_bytes: int
-    cache_bytes: int
+from pallas_kernels import Lora
 
 
 class Engine:
@@ -104,11 +60,11 @@ class Engine:
     ):
         self.config = config
         self.options = options
-        self.codec = codec
         self.bank = arrays.bank
-        self._adapters = AdapterPool(
-            options.max_adapters, functools.partial(_write_slot, arrays.bank)
-        )
+        self._writer = SlotWriter(arrays.bank)
+        self._adapters = AdapterPool(options.max_adapters, self._write_slot, self._writer.read)
+        self._intake = Intake(config, options, codec, self._adapters)
+        self._asleep = 0
         scheduler = Scheduler(
             PagePool(options.pages, options.page_size),
             self._adapters,
@@ -140,6 +96,8 @@ class Engine:
         cache_tokens: int | None = None,
         prefix_cache: bool = True,
         decode_steps: int = 1,
+        max_logprobs: int = MAX_LOGPROBS,
+        max_waiting: int | None = None,
         progress: bool = False,
     ) -> Engine:
         """Loads a Hugging Face folder, compiles every step, and is ready to serve.
@@ -168,13 +126,18 @@ class Engine:
           prefix_cache: keep what was computed, while its memory is not needed, for requests that
             begin with the same tokens under the same version of an adapter. No bit depends on it.
           decode_steps: how many tokens of each request the device generates without the host while
-            nobody waits, no prompt is left and no request reaches its max_tokens. Tokens then come
-            in groups of this many, and a new request may wait for two of them. No bit depends on
-            it.
-          progress: show progress bars on stderr.
+            nobody waits, no prompt is left, no request reaches its max_tokens, and none wants the
+            most likely tokens. Tokens then come in groups of this many, and a new request may wait
+            for two of them. No bit depends on it.
+          max_logprobs: the most that `SamplingParams.logprobs` and `score`'s `top_logprobs` may
+            ask for.
+          max_waiting: most requests that may wait for one of the `max_requests` places; those that
+            come then are refused with QueueFullError. Default: any number.
+          progress: show sizes and progress bars on stderr.
 
         Raises:
-          ConfigError: the model or the mesh is not supported, or an option is out of range.
+          ConfigError: the model or the mesh is not supported, an option is out of range, or the
+            sizes do not fit into the memory of a device that says what it has.
           CheckpointError: the weights are damaged or do not belong to the configuration.
         """
         use_compile_cache()
@@ -192,10 +155,17 @@ class Engine:
             cache_tokens=cache_tokens,
             prefix_cache=prefix_cache,
             decode_steps=decode_steps,
+            max_logprobs=max_logprobs,
+            max_waiting=max_waiting,
         )
         checkpoint = Checkpoint.open(folder, config)
         codec = TextCodec.from_folder(folder)
         slots: SlotConfig = slot_config(config, options, target_modules, shared_outer)
+        planned = abstract_model(config, dtype=dtype, adapters=slots, mesh=mesh)
+        sizes = MemorySizes.of(planned, options, mesh)
+        if progress:
+            sizes.show()
+        sizes.check(free_bytes(mesh))
         with progress_bar("loading weights", shown=progress) as bar:
             model = load_model(
                 checkpoint, config, dtype=dtype, adapters=slots, mesh=mesh, progress=bar.update
@@ -213,6 +183,7 @@ class Engine:
         progress: bool = False,
     ) -> Engine:
         """The same for a model on the device whose slots are those of the options."""
+        MemorySizes.of(model, options, mesh).check(free_bytes(mesh), ["cache"])
         arrays = ModelArrays(model, model.config, mesh)
         pages = allocate_pages(
             model,
@@ -230,10 +201,16 @@ class Engine:
                 token_buckets=options.token_buckets,
                 requests=options.max_requests,
                 pages_per_request=options.pages_per_request,
+                top_logprobs=options.max_logprobs,
                 progress=bar.update,
                 decode_steps=options.decode_steps,
             )
         return cls(arrays, model.config, codec, steps, options)
+
+    @property
+    def codec(self) -> TextCodec | None:
+        """The model's tokenizer and chat template, if its folder has them."""
+        return self._intake.codec
 
     # Adapters
 
@@ -248,13 +225,48 @@ class Engine:
           AdapterError: it cannot be served exactly. Nothing has changed then.
         """
         check_name(name)
+        self._check_bank()
         adapter = self._read_adapter(source)
         self.bank.check(adapter)
         info = self._adapters.add(name, adapter).info
         self._runner.scheduler.drop_unloaded()
         return info
 
-    def _read_adapter(self, source: str | os.PathLike | Adapter) -> Adapter:
+    def update_adapter(
+        self, name: str, params: Adapter | Mapping[str, LoraPair | Lora | KvBLora]
+    ) -> AdapterInfo:
+        """Makes parameters on the device the newest version, as `load_adapter` would, bit for bit.
+
+        They go into a slot by one function on the device, compiled for the first parameters of
+        these shapes, and are not kept. The host gets a copy only if the version has to give up its
+        slot. Requests that have begun end with the version that they began with, which keeps its
+        slot while they run; so updates beside running requests need one slot more.
+
+        Args:
+          params: by `Projection.name` a `LoraPair` of arrays at the adapter's own rank (its `ranks`
+            are not looked at), or the arrays of one slot of `bank.arrays`, without the axis of
+            slots. Projections that are not there become zero.
+
+        Raises:
+          AdapterError: they do not fit the bank, are not finite, or no slot can be had. Nothing has
+            changed then.
+        """
+        check_name(name)
+        self._check_bank()
+        checked = DeviceParams.of(params, self.bank)
+        self._writer.check_finite(checked)
+        info = self._adapters.update(name, checked).info
+        self._runner.scheduler.drop_unloaded()
+        return info
+
+    def _write_slot(self, slot: int, adapter: Adapter | DeviceParams) -> None:
+        if isinstance(adapter, DeviceParams):  # compiles for the first of its shapes
+            self._writer.write(slot, adapter)
+            return
+        with no_compile("writing an adapter to its slot"):
+            self._writer.write(slot, adapter)
+
+    def _check_bank(self) -> None:
         if self.options.max_adapters == 0:
             raise AdapterError(
                 "the engine has no adapter slots",
@@ -263,6 +275,12 @@ class Engine:
                 found="0",
                 hint="build the engine with a larger max_adapters",
             )
+        if self._asleep == 2:
+            raise EngineAsleepError(
+                "the bank is asleep", key="sleep", hint="call wake before changing adapters"
+            )
+
+    def _read_adapter(self, source: str | os.PathLike | Adapter) -> Adapter:
         if isinstance(source, Adapter):
             check_adapter(source, self.bank.projections)
             return _copied(source)
@@ -296,6 +314,8 @@ class Engine:
         Raises:
           AdapterError: it is not loaded, no slot can be had now, or too many are pinned.
         """
+        self._adapters.get(name)
+        self._check_bank()
         self._runner.scheduler.look_again()
         return self._adapters.pin(name)
 
@@ -315,6 +335,7 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapters: Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
         """Generates for every prompt, all in one batch as far as they fit.
 
@@ -322,12 +343,16 @@ class Engine:
           prompts: strings or lists of token ids.
           params: one for all, or one for each.
           adapters: the adapter of each prompt, None for the base model.
+          priority: one for all, or one for each. Of requests that wait those with a smaller one are
+            admitted earlier, of equal ones those that came earlier; where the cache is full one
+            with the largest makes room. The larger wait for as long as smaller ones keep coming.
 
         Raises:
-          RequestError: a request that cannot be served; none has been started then.
+          RequestError: a request that cannot be served, or (QueueFullError) not now; none has been
+            started then.
         """
         completions = {}
-        for delta in self.stream(prompts, params, adapters):
+        for delta in self.stream(prompts, params, adapters, priority):
             if delta.completion is not None:
                 completions[delta.index] = delta.completion
         return [completions[index] for index in range(len(prompts))]
@@ -337,63 +362,108 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapters: Sequence[str | None] | None = None,
-    ) -> Iterator[Delta]:
-        """`generate`, one token at a time as they come. Closing the iterator ends the requests.
+        priority: int | Sequence[int] = 0,
+    ) -> RequestStream:
+        """`generate`, one token at a time as they come. Closing the iterator ends the requests, and
+        its `abort` one of them.
 
         Raises:
           RequestError: at once, before the iterator is returned.
         """
-        prompts = validate.sequence_of_prompts(prompts)
-        params = SamplingParams() if params is None else params
-        settings = validate.one_each("params", params, len(prompts))
-        requests = []
-        for index, (prompt, chosen) in enumerate(zip(prompts, settings, strict=True)):
-            tokens = self._token_ids(prompt, f"prompts[{index}]")
-            validate.params(chosen, f"params[{index}]", has_text=self.codec is not None)
-            request = GenerateRequest(
-                index=index,
-                tokens=tokens,
-                prompt_length=len(tokens),
-                adapter=None,
-                params=chosen,
-                seed=secrets.randbits(32) if chosen.seed is None else chosen.seed,
-            )
-            self._check_length(request, f"prompts[{index}]", chosen.max_tokens)
-            requests.append(request)
-        self._choose_adapters(requests, adapters)
-        return self._runner.run(requests)
+        return self._open(self._intake.generate(prompts, params, adapters, priority))
 
     def score(
         self,
         token_ids: Sequence[Prompt],
         adapters: Sequence[str | None] | None = None,
         return_logits: bool = False,
+        top_logprobs: int = 0,
+        priority: int | Sequence[int] = 0,
     ) -> list[Score]:
         """Logprobs of given sequences, equal bit for bit to those of generating them.
 
+        Args:
+          top_logprobs: how many of the most likely tokens to return in the place of each token.
+
         Raises:
-          RequestError: a sequence that cannot be scored; none has been started then.
+          RequestError: a sequence that cannot be scored, or (QueueFullError) not now; none has been
+            started then.
         """
-        requests = []
-        for index, prompt in enumerate(validate.sequence_of_prompts(token_ids)):
-            tokens = self._token_ids(prompt, f"token_ids[{index}]")
-            request = ScoreRequest(
-                index=index,
-                tokens=tokens,
-                prompt_length=len(tokens),
-                adapter=None,
-                return_logits=return_logits,
-            )
-            self._check_length(request, f"token_ids[{index}]", 0)
-            requests.append(request)
-        self._choose_adapters(requests, adapters)
-        for _ in self._runner.run(requests):
+        stream = self._open_scores(token_ids, adapters, return_logits, top_logprobs, priority)
+        for _ in stream:
             raise AssertionError("scoring yields no tokens")
-        return [_score(request) for request in requests]
+        return scores(stream.requests)
+
+    def _open_scores(self, *arguments) -> RequestStream:
+        """The stream, without deltas, whose requests are scored when it ends."""
+        return self._open(self._intake.score(*arguments))
+
+    def _open(self, requests: Sequence[Request]) -> RequestStream:
+        if self._asleep:
+            raise EngineAsleepError(
+                "the engine is asleep", key="sleep", hint="call wake before the first request"
+            )
+        if self.options.max_waiting is not None:
+            room = self.options.max_requests + self.options.max_waiting
+            check_count(len(requests), room)
+            check_room(self._runner.scheduler.unfinished, len(requests), room)
+        return RequestStream(self._runner, requests)
+
+    # Memory
+
+    def sleep(self, level: Literal[1, 2] = 1, abort: bool = False) -> None:
+        """Gives memory on the device to others until `wake`; until then no request is taken.
+
+        What was cached is forgotten. Nothing is compiled, now or later. To sleep twice changes
+        nothing but the level, if it is a deeper one.
+
+        Args:
+          level: 1 frees the pages of the cache, 2 also the bank: adapters go to the host, and come
+            back when they are used; until `wake` none can be loaded, updated or pinned.
+          abort: abort unfinished requests, as `RequestStream.abort` does.
+
+        Raises:
+          EngineBusyError: there are unfinished requests, and `abort` is False.
+          RequestError: there is no such level.
+        """
+        if level not in (1, 2):
+            raise RequestError(
+                "there is no such level of sleep", key="level", expected="1 or 2", found=repr(level)
+            )
+        scheduler = self._runner.scheduler
+        self._runner.drain()  # nothing may be writing what is freed here
+        if abort:
+            for request in [*scheduler.running, *scheduler.waiting]:
+                self._runner.abort(request)
+        if scheduler.unfinished:
+            raise EngineBusyError(
+                "the engine cannot sleep while requests are unfinished",
+                key="sleep",
+                expected="no request",
+                found=f"{scheduler.unfinished} unfinished request(s)",
+                hint="finish or close their streams first, or pass abort=True",
+            )
+        if not self._asleep:
+            scheduler.pool.give_back(scheduler.pool.prefixes.clear())
+            free(self._runner.steps.pages)
+        if level == 2 and self._asleep < 2:
+            self._adapters.clear_slots()
+            free(self.bank.arrays)
+        self._asleep = max(self._asleep, level)
+
+    def wake(self) -> None:
+        """Takes the memory back that `sleep` gave away; harmless when awake."""
+        if self._asleep == 2:
+            self.bank.arrays = renewed(self.bank.arrays)
+            self._adapters.place_pinned()
+        if self._asleep:
+            self._runner.steps.pages = renewed(self._runner.steps.pages)
+            self._runner.scheduler.look_again()
+        self._asleep = 0
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, by the checkpoint's chat template, to use as a prompt."""
-        return self._text_codec("messages").chat(messages)
+        return self._intake.text_codec("messages").chat(messages)
 
     def stats(self) -> EngineStats:
         """Counters and sizes."""
@@ -414,51 +484,9 @@ class Engine:
             free_pages=scheduler.pool.free,
             cached_pages=len(scheduler.pool.prefixes),
             total_pages=scheduler.pool.total,
-            bank_bytes=self.bank.nbytes,
-            cache_bytes=sum(array.nbytes for array in jax.tree.leaves(self._runner.steps.pages)),
+            bank_bytes=nbytes(self.bank.arrays),
+            cache_bytes=nbytes(self._runner.steps.pages),
         )
-
-    def _token_ids(self, prompt: Prompt, key: str) -> list[int]:
-        if isinstance(prompt, str):
-            prompt = self._text_codec(key).encode(prompt)
-        return validate.token_ids(prompt, key, self.config.vocab_size)
-
-    def _text_codec(self, key: str) -> TextCodec:
-        if self.codec is None:
-            raise RequestError(
-                "the model folder has no tokenizer.json", key=key, hint="pass token ids"
-            )
-        return self.codec
-
-    def _check_length(self, request: Request, key: str, max_tokens: int) -> None:
-        total = request.prompt_length + max_tokens
-        if total > self.options.max_length:
-            raise RequestError(
-                "the request is longer than the cache",
-                key=key,
-                expected=f"at most {self.options.max_length} tokens, prompt and output together",
-                found=f"{request.prompt_length} prompt tokens and max_tokens {max_tokens}",
-                hint="shorten it, or build the engine with a larger max_length",
-            )
-
-    def _choose_adapters(self, requests: list, adapters: Sequence[str | None] | None) -> None:
-        names = validate.one_each("adapters", adapters, len(requests))
-        for index, (request, name) in enumerate(zip(requests, names, strict=True)):
-            try:
-                request.adapter = None if name is None else self._adapters.get(name)
-            except AdapterError as error:
-                raise RequestError(
-                    "the request names an adapter that is not loaded",
-                    key=f"adapters[{index}]",
-                    expected=error.expected,
-                    found=repr(name),
-                    hint="load it with load_adapter",
-                ) from error
-
-
-def _write_slot(bank: Bank, slot: int, adapter: Adapter) -> None:
-    with no_compile("writing an adapter to its slot"):
-        bank.write(slot, adapter)
 
 
 def _copied(adapter: Adapter) -> Adapter:
@@ -468,12 +496,3 @@ def _copied(adapter: Adapter) -> Adapter:
         for name, pair in adapter.pairs.items()
     }
     return replace(adapter, pairs=pairs)
-
-
-def _score(request: ScoreRequest) -> Score:
-    return Score(
-        logprobs=np.concatenate(request.logprobs)[:-1],
-        logits=np.concatenate(request.logits) if request.return_logits else None,
-        adapter=request.adapter_name,
-        adapter_version=request.adapter_version,
-    )

@@ -9,6 +9,8 @@ from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import ConfigError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
+from lora_moe_jax.serving.queue_limit import check_limit
+from lora_moe_jax.serving.sampling_params import MAX_LOGPROBS
 
 DTYPES = ("bfloat16", "float32")
 DEFAULT_MAX_LENGTH = 1024
@@ -33,6 +35,8 @@ class EngineOptions:
     # One by default: the loop is one more whole model to compile, a host that works ahead of the
     # device gains little by it, and tokens come in groups.
     decode_steps: int = 1
+    max_logprobs: int = MAX_LOGPROBS
+    max_waiting: int | None = None
 
     @property
     def pages_per_request(self) -> int:
@@ -55,6 +59,8 @@ class EngineOptions:
         prefill_chunk: int | None,
         cache_tokens: int | None = None,
         prefix_cache: bool = True,
+        max_logprobs: int = MAX_LOGPROBS,
+        max_waiting: int | None = None,
         **sizes: int,
     ) -> EngineOptions:
         """Checks what the caller gave and fills in the rest.
@@ -98,6 +104,9 @@ class EngineOptions:
                 expected="True or False",
                 found=repr(prefix_cache),
             )
+        _check_size("max_logprobs", max_logprobs, minimum=0, maximum=MAX_LOGPROBS)
+        if max_waiting is not None:
+            check_limit(max_waiting)
         return cls(
             dtype=dtype,
             max_length=max_length,
@@ -105,6 +114,8 @@ class EngineOptions:
             prefill_chunk=prefill_chunk,
             prefix_cache=prefix_cache,
             cache_tokens=cache_tokens,
+            max_logprobs=min(max_logprobs, config.vocab_size),
+            max_waiting=max_waiting,
             **sizes,
         )
 

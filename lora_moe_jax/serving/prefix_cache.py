@@ -102,6 +102,13 @@ class PrefixCache:
         del self._pages[cached.key]
         return cached.page
 
+    def clear(self) -> list[int]:
+        """Forgets all pages, none of which is in use."""
+        pages = [cached.page for cached in self._idle]
+        self._idle.clear()
+        self._pages.clear()
+        return pages
+
     def drop_unloaded(self) -> list[int]:
         """Forgets the pages of versions that nobody can ask for again, none of which is in use."""
         unloaded = [c for c in self._idle if c.adapter is not None and c.adapter.adapter is None]

@@ -10,15 +10,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lora_moe_jax.adapters.pool import Entry
+from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving.prefix_cache import CachedPage
 from lora_moe_jax.serving.sampling_params import SamplingParams
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended: a stop token or string, or its length."""
+    """Why a request ended: a stop token or string, its length, or `RequestStream.abort`."""
 
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
+
+
+# For each token (id, logprob) of the most likely ones, the most likely first.
+TopLogprobs = list[list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Completion:
       text: the generated text, cut before a stop string; None without a tokenizer.
       token_ids: the generated tokens, a final stop token included.
       logprobs: each token's logprob under the model, if asked for.
+      top_logprobs: for each token the most likely ones in its place and their logprobs, the most
+        likely first, as many as asked for; None for none.
       adapter, adapter_version: what made it; None for the base model.
     """
 
@@ -39,21 +47,23 @@ class Completion:
     adapter: str | None
     adapter_version: int | None
     prompt_token_ids: list[int]
+    top_logprobs: TopLogprobs | None = None
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What a stream yields: one token of one request.
+    """What a stream yields: one token of one request, or none where the request was aborted.
 
     `text` is what became readable with it (it may be empty while a character is incomplete or a
     stop string may be starting); `completion` is set on the request's last delta.
     """
 
     index: int
-    token_id: int
+    token_id: int | None
     logprob: float | None
     text: str | None
     completion: Completion | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,12 +73,14 @@ class Score:
     Attributes:
       logprobs: float32 [S - 1], the logprob of each token after the first.
       logits: float32 [S, V] if asked for.
+      top_logprobs: for each token after the first, as in `Completion`.
     """
 
     logprobs: np.ndarray
     logits: np.ndarray | None
     adapter: str | None
     adapter_version: int | None
+    top_logprobs: TopLogprobs | None = None
 
 
 @dataclass(eq=False)
@@ -77,7 +89,7 @@ class Request:
 
     `computed` of its `tokens` are in the cache: in its `pages`, of which the first are `cached` and
     may be others' too. While it waited for a slot, `passed` others with adapters were admitted
-    before it.
+    before it. It is `done` when nothing more comes of it, early if it was `aborted`.
 
     `pending` results, further tokens or the last of a score, are on their way: the steps that give
     them have been begun, and not read. `life` counts how often it was taken out of its row: what a
@@ -96,6 +108,8 @@ class Request:
     pending: int = 0
     life: int = 0
     done: bool = False
+    aborted: bool = False
+    priority: int = field(default=0, kw_only=True)
 
     @property
     def slot(self) -> int:
@@ -142,6 +156,7 @@ class GenerateRequest(Request):
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: TopLogprobs = field(default_factory=list)
 
     @property
     def generated(self) -> Sequence[int]:
@@ -164,9 +179,28 @@ class ScoreRequest(Request):
     """A request whose own tokens are scored, so each of them is computed."""
 
     return_logits: bool = False
+    alternatives: int = 0
     logprobs: list[np.ndarray] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
+    top_logprobs: TopLogprobs = field(default_factory=list)
 
     def restart(self) -> None:
         super().restart()
-        self.logprobs, self.logits = [], []
+        self.logprobs, self.logits, self.top_logprobs = [], [], []
+
+
+def scores(requests: Sequence[ScoreRequest]) -> list[Score]:
+    """What came of requests that are done. Raises RequestError if one was aborted."""
+    return [_score(request) for request in requests]
+
+
+def _score(request: ScoreRequest) -> Score:
+    if request.aborted:
+        raise RequestError("the request was aborted", key=f"token_ids[{request.index}]")
+    return Score(
+        logprobs=np.concatenate(request.logprobs)[:-1],
+        logits=np.concatenate(request.logits) if request.return_logits else None,
+        adapter=request.adapter_name,
+        adapter_version=request.adapter_version,
+        top_logprobs=request.top_logprobs[:-1] if request.alternatives else None,
+    )

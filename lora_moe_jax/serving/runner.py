@@ -28,8 +28,17 @@ from lora_moe_jax.serving.request import (
 from lora_moe_jax.serving.scheduler import Scheduler
 from lora_moe_jax.serving.step_batch import Chunk, StepBatch
 from lora_moe_jax.serving.step_layout import split_chosen
-from lora_moe_jax.serving.steps import Steps
+from lora_moe_jax.serving.steps import Steps, TopK
 from lora_moe_jax.serving.text import TextCodec, TextStream
+from lora_moe_jax.serving.top_logprobs import TopRows
+
+
+class Scores(NamedTuple):
+    """Scores of a step's tokens on the device; logits and most likely ones if anyone wants them."""
+
+    logprobs: jax.Array
+    logits: jax.Array | None
+    top: TopK | None
 
 
 class UnderWay(NamedTuple):
@@ -37,7 +46,8 @@ class UnderWay(NamedTuple):
 
     batch: StepBatch
     chosen: jax.Array
-    scores: tuple[jax.Array, jax.Array | None] | None  # logprobs, logits if anyone wants them
+    top: TopK | None
+    scores: Scores | None
 
 
 class Runner:
@@ -87,11 +97,12 @@ class Runner:
                         yield self.deltas[request].popleft()
                     if request.done:
                         unfinished.remove(request)
-                if unfinished:
+                # One that was aborted after its turn has a delta to hand over first.
+                if unfinished and not any(request.done for request in unfinished):
                     self.step()
         finally:
             for request in requests:
-                self.scheduler.finish(request)
+                self._finish(request)
                 self.deltas.pop(request, None)
                 self._streams.pop(request, None)
 
@@ -136,11 +147,9 @@ class Runner:
         for chunk in batch.chunks[batch.generating :]:
             inside_prompt = chunk.request.prompt_length - chunk.start
             self.counts["prompt_tokens"] += max(min(inside_prompt, chunk.length), 0)
-        return UnderWay(batch, results.chosen, scores)
+        return UnderWay(batch, results.chosen, results.top, scores)
 
-    def _score(
-        self, batch: StepBatch, hidden: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None] | None:
+    def _score(self, batch: StepBatch, hidden: jax.Array | None) -> Scores | None:
         prompts = batch.chunks[batch.generating :]
         chunks = [chunk for chunk in prompts if isinstance(chunk.request, ScoreRequest)]
         if not chunks:
@@ -150,39 +159,65 @@ class Runner:
             after = chunk.request.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
             targets[chunk.offset : chunk.offset + len(after)] = after
             slots[chunk.offset : chunk.offset + chunk.length] = chunk.request.slot
-        logprobs, logits = self.steps.score(hidden, slots, targets)
+        wanted = any(chunk.request.alternatives for chunk in chunks)
+        logprobs, logits, top = self.steps.score(hidden, slots, targets, wanted)
         wanted = any(chunk.request.return_logits for chunk in chunks)
-        return logprobs, logits if wanted else None
+        return Scores(logprobs, logits if wanted else None, top)
+
+    def drain(self) -> None:
+        """Reads what is under way; the device has no step to do then."""
+        with self._starting_over():
+            while self._under_way:
+                self._read(self._under_way.popleft())
 
     def _read(self, under_way: UnderWay) -> None:
         """Hands out what a step has given to the requests that are still as it found them."""
         tokens, logprobs = split_chosen(self.steps.fetch(under_way.chosen))
         several = list(zip(tokens, logprobs, strict=True))
-        scores = under_way.scores and [
-            None if array is None else self.steps.fetch(array) for array in under_way.scores
-        ]
+        likely, scores = self._top_rows(under_way.top), under_way.scores
+        if scores is not None:
+            score_logprobs = self.steps.fetch(scores.logprobs)
+            logits = None if scores.logits is None else self.steps.fetch(scores.logits)
+            score_likely = self._top_rows(scores.top)
         for chunk in under_way.batch.chunks:
             request, row = chunk.request, chunk.row
             if chunk.samples:
                 for some_tokens, some_logprobs in several:
                     if request.life == chunk.life:
-                        self._take_token(request, some_tokens[row], some_logprobs[row])
+                        self._take_token(request, some_tokens[row], some_logprobs[row], likely, row)
             elif request.life == chunk.life and isinstance(request, ScoreRequest):
-                self._take_score(request, chunk, *scores)
+                self._take_score(request, chunk, score_logprobs, logits, score_likely)
 
-    def _take_score(self, request: ScoreRequest, chunk: Chunk, logprobs, logits) -> None:
+    def _top_rows(self, top: TopK | None) -> TopRows | None:
+        return None if top is None else TopRows(*map(self.steps.fetch, top))
+
+    def _take_score(
+        self, request: ScoreRequest, chunk: Chunk, logprobs, logits, likely: TopRows | None
+    ) -> None:
         rows = slice(chunk.offset, chunk.offset + chunk.length)
         request.logprobs.append(logprobs[rows])
         if request.return_logits:
             request.logits.append(logits[rows])
+        if count := request.alternatives:
+            places = range(rows.start, rows.stop)
+            request.top_logprobs += [likely.pairs(row, count) for row in places]
         if chunk.completes:
             self._finish(request)
 
-    def _take_token(self, request: GenerateRequest, token: int, logprob: float) -> None:
-        tokens, params = request.tokens, request.params
+    def _take_token(
+        self,
+        request: GenerateRequest,
+        token: int,
+        logprob: float,
+        likely: TopRows | None,
+        row: int,
+    ) -> None:
+        tokens, count = request.tokens, request.params.logprobs
         tokens.append(token)
         request.pending -= 1
         request.logprobs.append(logprob)
+        if count:
+            request.top_logprobs.append(likely.pairs(row, count))
         self.counts["generated_tokens"] += 1
         if (len(request.cached) + 1) * self.scheduler.pool.page_size <= len(tokens):
             self.scheduler.share(request)
@@ -193,8 +228,9 @@ class Runner:
             self._finish(request)
             text = None if stream is None else text + stream.finish()
             completion = _completion(request, reason, stream)
-        shown = logprob if params.logprobs else None
-        self.deltas[request].append(Delta(request.index, token, shown, text, completion))
+        shown = None if count is None else logprob
+        top = request.top_logprobs[-1] if count else None
+        self.deltas[request].append(Delta(request.index, token, shown, text, completion, top))
 
     def _finish_reason(self, request, token, stream) -> FinishReason | None:
         params = request.params
@@ -203,6 +239,21 @@ class Runner:
         if token in params.stop_token_ids or (stream and stream.stopped):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(request.tokens) > request.capacity else None
+
+    def abort(self, request: Request) -> None:
+        """Ends a request, with what it has, unless it has ended.
+
+        What steps under way give it is dropped.
+        """
+        if request.done:
+            return
+        request.aborted = True
+        self._finish(request)
+        if isinstance(request, GenerateRequest):
+            stream = self._streams.get(request)
+            text = None if stream is None else stream.finish()
+            completion = _completion(request, FinishReason.ABORT, stream)
+            self.deltas[request].append(Delta(request.index, None, None, text, completion))
 
     def _finish(self, request: Request) -> None:
         request.done = True
@@ -215,9 +266,10 @@ def _completion(
     return Completion(
         text=None if stream is None else stream.text,
         token_ids=list(request.generated),
-        logprobs=list(request.logprobs) if request.params.logprobs else None,
+        logprobs=None if request.params.logprobs is None else list(request.logprobs),
         finish_reason=reason,
         adapter=request.adapter_name,
         adapter_version=request.adapter_version,
         prompt_token_ids=request.tokens[: request.prompt_length],
+        top_logprobs=list(request.top_logprobs) if request.params.logprobs else None,
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from lora_moe_jax.errors import RequestError
 
+MAX_LOGPROBS = 20  # as in vLLM and OpenAI's interface
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -21,7 +23,9 @@ class SamplingParams:
       stop: strings that end the text; the text is cut before them.
       stop_token_ids: token ids that end it, kept in token_ids.
       ignore_eos: go on past the model's own end-of-text tokens.
-      logprobs: return each token's logprob under the model (before temperature and filters).
+      logprobs: None returns none (False says so too); an integer k from 0 to 20 returns each
+        token's logprob under the model (before temperature and filters) and the k most likely
+        tokens with theirs. True is 0: the token's own alone.
     """
 
     max_tokens: int = 16
@@ -33,7 +37,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: bool = False
+    logprobs: int | bool | None = None
 
     def __post_init__(self):
         if isinstance(self.stop, str):
@@ -41,8 +45,11 @@ class SamplingParams:
         for key in ("stop", "stop_token_ids"):
             self._require(key, "a list", isinstance(getattr(self, key), list | tuple))
             object.__setattr__(self, key, tuple(getattr(self, key)))
-        for key in ("ignore_eos", "logprobs"):
-            self._require(key, "True or False", isinstance(getattr(self, key), bool))
+        if isinstance(self.logprobs, bool):
+            object.__setattr__(self, "logprobs", 0 if self.logprobs else None)
+        counted = self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS)
+        self._require("logprobs", f"None, or an integer from 0 to {MAX_LOGPROBS}", counted)
+        self._require("ignore_eos", "True or False", isinstance(self.ignore_eos, bool))
         self._require("max_tokens", "an integer of at least 1", _is_int(self.max_tokens, 1))
         warm = _is_number(self.temperature, 0, 1e30)
         self._require("temperature", "a number from 0 to 1e30", warm)

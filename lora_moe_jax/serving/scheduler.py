@@ -1,10 +1,12 @@
 """Which tokens of which requests go into the next step.
 
-Requests are admitted in order when there is a row, a slot for their adapter, and pages for the
-tokens that they have and one page more. Each step takes one token of every request that is
-generating, then fills the rest of the batch with prompt chunks. Requests take pages as they grow;
-where none is left the one that was admitted last makes room: it goes back to the front of the queue
-with its tokens, which are computed again later. The one that has run for longest never has to.
+Requests are admitted in order, by priority (the smaller number first) and then as they came, when
+there is a row, a slot for their adapter, and pages for the tokens that they have and one page more.
+Each step takes one token of every request that is generating, then fills the rest of the batch with
+prompt chunks, in the order of admission. Requests take pages as they grow; where none is left one
+of the lowest priority makes room, of several the one that was admitted last: it goes back to the
+front of its priority with its tokens, which are computed again later. Of the highest priority that
+runs, the one that has run for longest never has to. Nobody makes room for one that waits.
 
 Full pages are shared by all requests that begin with the same tokens under the same version of an
 adapter. A request whose next page a running one is about to fill waits for it, and is passed
@@ -16,6 +18,9 @@ of the former nothing with an adapter is admitted before it. So none starves. Ta
 queue: once no adapter passes it, those that run end, and some slot, as one is never pinned, is
 without a running request and goes to nobody else; it then waits for a row and for pages alone,
 which nobody takes before it but those that ran already and made room. Then the next is the first.
+All this holds within a priority and while no request of a higher one comes: as those go first, a
+lower priority starves for as long as they keep coming. Of the lower ones, no more than `MAX_PASSES`
+with adapters pass a request that waits for a slot.
 
 Steps are laid out before the results of earlier ones are known; `request.pending` counts tokens on
 their way. The device takes steps in the order in which they were begun, so no more is needed than
@@ -26,13 +31,14 @@ that the host's books follow that order too:
 - A page is in the prefix cache only when all its tokens are known (not pending) and the step that
   writes the last of them has been begun: it lands before anything reads it. Nobody writes there
   again: a request writes behind what is shared of it.
-- A request may turn out to have ended while a step computes on. That writes to its private pages,
-  or once more the same; what comes out belongs to an earlier `life` of the request, and is dropped.
+- A request may turn out to have ended, or be aborted, while a step computes on. That writes to its
+  private pages, or once more the same; what comes out belongs to an earlier `life` of the request,
+  and is dropped.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from collections.abc import Iterable
 
 from lora_moe_jax.adapters.pool import AdapterPool, Entry
@@ -50,12 +56,14 @@ MAX_PASSES = 8
 class Scheduler:
     """Waiting and running requests over a fixed number of rows, pages and adapter slots.
 
-    Without `adapters` no request may have one. Where nobody waits and none of those that run can
-    end by its length, a batch is for `decode_steps` steps.
+    Without `adapters` no request may have one. Where nobody waits, and none of those that run can
+    end by its length or wants the most likely tokens, a batch is for `decode_steps` steps.
 
     Attributes:
+      waiting: in the order in which they are to be admitted.
+      running: in the order in which they were.
       counts: tokens of prompts that were found in the cache and not computed, and how many times a
-        request made room for an older one.
+        request made room for another.
     """
 
     def __init__(
@@ -79,12 +87,17 @@ class Scheduler:
         self.decode_steps = decode_steps
         self._rows = RowTable(StepLayout(rows, pages_per_request))
         self.page_tables = self._rows.values.page_tables
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._free_rows = list(range(rows - 1, -1, -1))
         # Whether one that waits may be admitted now, as far as is known without looking.
         self._look = False
         self._awaited: set[PageKey] = set()  # pages for which the last look passed some
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests wait and run."""
+        return len(self.waiting) + len(self.running)
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests."""
@@ -92,7 +105,7 @@ class Scheduler:
         for request in requests:
             if request.adapter is not None:
                 self.adapters.begin(request.adapter)
-            self.waiting.append(request)
+            bisect.insort_right(self.waiting, request, key=_priority)
 
     def finish(self, request: Request) -> None:
         """Takes a request out, wherever it is, and frees what it has."""
@@ -120,7 +133,7 @@ class Scheduler:
         """A step has failed: nothing in the cache counts; what runs is computed again."""
         for request in reversed(self.running.copy()):
             self._back_to_the_queue(request)
-        self.pool.give_back([self.pool.prefixes.evict() for _ in range(self.pool.prefixes.idle)])
+        self.pool.give_back(self.pool.prefixes.clear())
 
     def next_batch(self) -> StepBatch | None:
         """Admits what fits and lays out the next step.
@@ -171,7 +184,7 @@ class Scheduler:
         return self.pool.prefixes.key(request.adapter, request.tokens, chain, limit)
 
     def _grow(self) -> bool:
-        """Gives every running request the pages for its next token, the oldest first.
+        """Gives every running request the pages for its next token, by priority, oldest first.
 
         False if pages are missing that what is under way may bring: a request may have ended.
         """
@@ -182,14 +195,14 @@ class Scheduler:
             for r in self.running
             if len(r.pages) * size < len(r.tokens) + r.pending and len(r.pages) * size < r.capacity
         ]
-        for request in lacking:
+        for request in sorted(lacking, key=_priority):
             while request.row >= 0 and len(request.pages) * size < request.ready:
                 if self.pool.free:
                     self._append_pages(request, self.pool.take(1))
                 elif any(other.pending for other in self.running):
                     return False
                 else:
-                    self._preempt(self.running[-1])
+                    self._preempt(max(reversed(self.running), key=_priority))
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -199,7 +212,7 @@ class Scheduler:
     def _back_to_the_queue(self, request: Request) -> None:
         self._stop(request)
         request.restart()
-        self.waiting.appendleft(request)
+        bisect.insort_left(self.waiting, request, key=_priority)
 
     def _admit(self) -> None:
         if not (self.waiting and self._free_rows and (self._look or not self.running)):
@@ -290,7 +303,7 @@ class Scheduler:
         steps = self.decode_steps
         if steps == 1 or prompts or self.waiting:
             return False
-        if any(r.computed + steps > r.capacity for r in generating):
+        if any(r.computed + steps > r.capacity or r.params.logprobs for r in generating):
             return False
         missing = [self.pool.needed(r.computed + steps) - len(r.pages) for r in generating]
         if sum(max(count, 0) for count in missing) > self.pool.free:
@@ -298,3 +311,7 @@ class Scheduler:
         for request, count in zip(generating, missing, strict=True):
             self._append_pages(request, self.pool.take(max(count, 0)))
         return True
+
+
+def _priority(request: Request) -> int:
+    return request.priority

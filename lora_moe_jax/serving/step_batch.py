@@ -36,6 +36,7 @@ class StepBatch(NamedTuple):
       packed: int32, see `StepLayout`.
       steps: how many steps the device takes by itself, feeding its tokens back.
       filters: whether the next token of any row is filtered by top-k, top-p or min-p.
+      top: whether the most likely tokens in its place are wanted for any row.
       chunks: what is in the batch; of a batch of several steps, what the first one takes.
       generating: how many of them, the first, are tokens that their requests generated.
     """
@@ -44,6 +45,7 @@ class StepBatch(NamedTuple):
     size: int
     steps: int
     filters: bool
+    top: bool
     chunks: list[Chunk]
     generating: int
 
@@ -58,7 +60,7 @@ class RowTable:
     def __init__(self, layout: StepLayout):
         self._layout = layout
         self._part = np.zeros(layout.row_size, np.int32)
-        self._filters = np.zeros(layout.rows, bool)
+        self._filters, self._top = np.zeros(layout.rows, bool), np.zeros(layout.rows, bool)
         self.values: RowInputs = layout.row_values(self._part)
 
     def start(self, request: Request) -> None:
@@ -76,6 +78,7 @@ class RowTable:
             self._filters[row] = params.temperature > 0 and (
                 params.top_k > 0 or params.top_p < 1 or params.min_p > 0
             )
+            self._top[row] = bool(params.logprobs)
 
     def lay_out(
         self,
@@ -120,5 +123,5 @@ class RowTable:
                 values.sample_at[row] = offset - 1
                 values.step[row] = end - request.prompt_length
         packed = self._layout.pack(tokens, positions, rows, self._part)
-        filters = bool(self._filters[where].any())
-        return StepBatch(packed, size, steps, filters, chunks, count)
+        filters, top = bool(self._filters[where].any()), bool(self._top[where].any())
+        return StepBatch(packed, size, steps, filters, top, chunks, count)

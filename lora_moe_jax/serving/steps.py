@@ -10,7 +10,9 @@ of arrays. With a mesh, each function runs under `shard_map`.
 Nothing in `step` may depend on the device's own values for which code runs: a GPU's host waits for
 each such decision (measured, JAX 0.11.2: a conditional or a loop of unknown length holds the call
 until the device is there). So top-k, top-p and min-p, which sort the vocabulary, are no conditional
-in `step` but a function of their own, `filter`, that is run after it where a row has them.
+in `step` but a function of their own, `filter`, that is run after it where a row has them. So is
+`top`, which finds each row's most likely tokens in the logits of a step or of `score`. A batch
+with such a wish is not for `decode`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from lora_moe_jax.adapters.bank import Bank, SlotEntry
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.layers.cache import LayerCache
-from lora_moe_jax.layers.logprobs import token_logprobs
+from lora_moe_jax.layers.logprobs import token_logprobs, top_logprobs
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.parallel.mesh import axis_size
 from lora_moe_jax.parallel.sharding import partition_spec, sharding_rules
@@ -44,6 +46,7 @@ from lora_moe_jax.serving.step_layout import FED_BACK, RowInputs, StepInputs, St
 from pallas_kernels import PageView
 
 Pages = list[tuple[jax.Array, jax.Array]]
+TopK = tuple[jax.Array, jax.Array]  # int32 ids [rows, K] and their logprobs, most likely first
 
 
 class CacheLostError(RuntimeError):
@@ -97,21 +100,23 @@ class Results(NamedTuple):
     """What a step gives, on the device.
 
     Attributes:
-      hidden: [T, H] of the batch, logits: float32 [B, V] of the rows; None of several steps.
+      hidden: [T, H] of the batch; None of several steps.
       chosen: int32 [steps, 2, B], each row's token and the bits of its logprob.
+      top: of each row, where any wants them.
     """
 
     hidden: jax.Array | None
-    logits: jax.Array | None
     chosen: jax.Array
+    top: TopK | None
 
 
 class Steps:
-    """Compiles `step`, `decode`, `filter` and `score` and calls them.
+    """Compiles `step`, `decode`, `filter`, `score` and `top` and calls them.
 
     Args:
       token_buckets: sizes T of the flat batch.
       requests: rows B of the page tables and of what is sampled.
+      top_logprobs: K, how many of the most likely tokens `top` gives; with 0 there is none.
       decode_steps: how many steps `decode` takes; with 1 there is none.
 
     Attributes:
@@ -127,6 +132,7 @@ class Steps:
         token_buckets: tuple[int, ...],
         requests: int,
         pages_per_request: int,
+        top_logprobs: int,
         progress: Callable[[int, int], None],
         decode_steps: int = 1,
     ):
@@ -151,6 +157,11 @@ class Steps:
         rows = jax.ShapeDtypeStruct((self.layout.row_size,), jnp.int32)
         function = functools.partial(filter_rows, self.layout)
         jobs["filter"] = _Job(function, (logits, self.last_tokens, rows), (3,))
+        if top_logprobs:
+            function = functools.partial(top_rows, top_logprobs)
+            for size in sorted({requests, *token_buckets}):
+                logits = jax.ShapeDtypeStruct((size, config.vocab_size), jnp.float32)
+                jobs[f"top[{size}]"] = _Job(function, (logits,), ())
         with ThreadPoolExecutor() as threads:
             futures = {name: threads.submit(self._compile, job) for name, job in jobs.items()}
             for done, (name, future) in enumerate(futures.items()):
@@ -162,22 +173,28 @@ class Steps:
         """Begins the step, or the `decode_steps`, of a batch; updates the cache."""
         single = batch.steps == 1
         name = f"step[{batch.size}]" if single else f"decode[{batch.size}] × {batch.steps}"
-        self.pages, self.last_tokens, *results = self._call(
+        self.pages, self.last_tokens, hidden, logits, chosen = self._call(
             name, self.pages, self.last_tokens, batch.packed
         )
-        results = Results(*results)
         if batch.filters and single:
             rows = batch.packed[-self.layout.row_size :]
-            self.last_tokens, chosen = self._call("filter", results.logits, self.last_tokens, rows)
-            results = results._replace(chosen=chosen)
-        results.chosen.copy_to_host_async()
-        return results
+            self.last_tokens, chosen = self._call("filter", logits, self.last_tokens, rows)
+        chosen.copy_to_host_async()
+        return Results(hidden, chosen, self._top(logits) if batch.top else None)
 
-    def score(self, hidden: jax.Array, *rows) -> tuple[jax.Array, jax.Array]:
-        """Begins to score the given next token of every row: (logprobs, logits)."""
-        logprobs, logits = self._call(f"score[{hidden.shape[0]}]", hidden, *rows)
+    def score(
+        self, hidden: jax.Array, slots: np.ndarray, targets: np.ndarray, top: bool
+    ) -> tuple[jax.Array, jax.Array, TopK | None]:
+        """Begins to score the given next token of every row: (logprobs, logits, most likely)."""
+        logprobs, logits = self._call(f"score[{hidden.shape[0]}]", hidden, slots, targets)
         logprobs.copy_to_host_async()
-        return logprobs, logits
+        return logprobs, logits, self._top(logits) if top else None
+
+    def _top(self, logits: jax.Array) -> TopK:
+        top = self._call(f"top[{logits.shape[0]}]", logits)
+        for array in top:
+            array.copy_to_host_async()
+        return top
 
     def fetch(self, array: jax.Array) -> np.ndarray:
         """Waits for a result."""
@@ -330,6 +347,11 @@ def _choose(logits, rows: RowInputs, last_tokens, filters: bool | None):
     return last_tokens, jnp.stack([sampled, logprobs.view(jnp.int32)])
 
 
+def top_rows(count: int, arrays: ModelArrays, base, bank, logits) -> TopK:
+    """The most likely tokens of each row of what was sampled from or scored."""
+    return top_logprobs(logits, count)
+
+
 def score_rows(arrays: ModelArrays, base, bank, hidden, token_slots, targets):
     """Logprobs [T] of each row's target, and the logits [T, V]."""
     logits = arrays.merge(base, bank).logits(hidden, token_slots)
@@ -345,22 +367,30 @@ def page_specs(config: ModelConfig, mesh: Mesh | None, layers: int):
     return [(spec, spec)] * layers
 
 
-def allocate_pages(
+def page_shapes(
     model: Decoder, config: ModelConfig, mesh: Mesh | None, *, pages: int, page_size: int, dtype
-) -> Pages:
-    """Zeroed cache pages of every layer."""
+) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    """Shapes and shardings of the cache pages of every layer; the model may be abstract."""
     specs = page_specs(config, mesh, config.num_layers)
     result = []
     for layer, layer_specs in zip(model.layers, specs, strict=True):
         shapes = layer.self_attn.cache_shapes(config, axis_size(mesh, "tensor"))
         result.append(
             tuple(
-                jnp.zeros(
+                jax.ShapeDtypeStruct(
                     (pages, page_size, *shape),
                     dtype,
-                    device=None if mesh is None else NamedSharding(mesh, spec),
+                    sharding=None if mesh is None else NamedSharding(mesh, spec),
                 )
                 for shape, spec in zip(shapes, layer_specs, strict=True)
             )
         )
     return result
+
+
+def allocate_pages(
+    model: Decoder, config: ModelConfig, mesh: Mesh | None, *, pages: int, page_size: int, dtype
+) -> Pages:
+    """Zeroed cache pages of every layer."""
+    shapes = page_shapes(model, config, mesh, pages=pages, page_size=page_size, dtype=dtype)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)

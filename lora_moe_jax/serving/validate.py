@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from lora_moe_jax.errors import RequestError
-from lora_moe_jax.serving.sampling_params import SamplingParams
+from lora_moe_jax.serving.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
 def sequence_of_prompts(prompts) -> list:
     """A list of prompts; a lone string or list of token ids is a common slip."""
     if isinstance(prompts, np.ndarray):
         prompts = list(prompts)
-    lone_tokens = isinstance(prompts, Sequence) and any(_is_token(item) for item in prompts)
+    lone_tokens = isinstance(prompts, Sequence) and any(_is_int(item) for item in prompts)
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or lone_tokens:
         raise RequestError(
             "prompts must be a list, one entry for each request",
@@ -37,7 +37,7 @@ def token_ids(prompt, key: str, vocab_size: int) -> list[int]:
             found=type(prompt).__name__,
         )
     for i, token in enumerate(prompt):
-        if not _is_token(token) or not 0 <= token < vocab_size:
+        if not _is_int(token) or not 0 <= token < vocab_size:
             raise RequestError(
                 "a token id is out of range",
                 key=f"{key}[{i}]",
@@ -51,7 +51,7 @@ def token_ids(prompt, key: str, vocab_size: int) -> list[int]:
 
 def one_each(key: str, values, count: int) -> list:
     """A list with an entry for each request; a single value or None stands for all of them."""
-    if values is None or isinstance(values, str | SamplingParams):
+    if values is None or isinstance(values, str | SamplingParams) or _is_int(values):
         return [values] * count
     if not isinstance(values, Sequence) or len(values) != count:
         found = len(values) if isinstance(values, Sequence) else type(values).__name__
@@ -61,7 +61,31 @@ def one_each(key: str, values, count: int) -> list:
     return list(values)
 
 
-def params(value, key: str, *, has_text: bool) -> None:
+def priority(value, key: str) -> int:
+    """A priority as a Python integer."""
+    if not _is_int(value):
+        raise RequestError(
+            "a priority must be an integer",
+            key=key,
+            expected="an integer; the smaller, the earlier",
+            found=repr(value)[:200],
+        )
+    return int(value)
+
+
+def alternatives(value, key: str, limit: int) -> None:
+    """A number of most likely tokens that this engine can return."""
+    if not _is_int(value) or not 0 <= value <= limit:
+        raise RequestError(
+            "this is no number of most likely tokens that the engine can return",
+            key=key,
+            expected=f"an integer from 0 to {limit}",
+            found=repr(value)[:200],
+            hint="build the engine with a larger max_logprobs" if limit < MAX_LOGPROBS else None,
+        )
+
+
+def params(value, key: str, *, has_text: bool, max_logprobs: int) -> None:
     """Settings that this engine can follow."""
     if not isinstance(value, SamplingParams):
         raise RequestError(
@@ -75,7 +99,8 @@ def params(value, key: str, *, has_text: bool) -> None:
             found="none",
             hint="use stop_token_ids",
         )
+    alternatives(value.logprobs or 0, f"{key}.logprobs", max_logprobs)
 
 
-def _is_token(value) -> bool:
+def _is_int(value) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)

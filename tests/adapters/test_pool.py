@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lora_moe_jax import AdapterError
 from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair
+from lora_moe_jax.adapters.device_params import DeviceParams, InSlot
 from lora_moe_jax.adapters.pool import AdapterPool, Entry
 
 
@@ -23,15 +24,24 @@ def adapter(rank: int = 1) -> Adapter:
 class Written(list):
     """What is in each slot, as `write` left it."""
 
-    def __call__(self, slot: int, adapter: Adapter) -> None:
+    def __call__(self, slot: int, adapter: Adapter | DeviceParams) -> None:
         self[slot] = adapter
+
+    def read(self, slot: int, held: InSlot) -> Adapter:
+        assert self[slot].in_slot is held, "the slot holds something else by now"
+        return adapter(held.rank)
 
 
 def make(slots: int, names: str = "") -> tuple[AdapterPool, Written, dict[str, Entry]]:
     """A pool with an adapter for each letter."""
     written = Written([None] * slots)
-    pool = AdapterPool(slots, written)
+    pool = AdapterPool(slots, written, written.read)
     return pool, written, {name: pool.add(name, adapter()) for name in names}
+
+
+def params(rank: int = 1) -> DeviceParams:
+    """What comes from a device: nothing is there."""
+    return DeviceParams({}, InSlot({"model.layers.0.self_attn.q_proj": rank}))
 
 
 def run(pool: AdapterPool, entry: Entry) -> bool:
@@ -47,6 +57,61 @@ def stop(pool: AdapterPool, entry: Entry) -> None:
 
 def slots(entries: dict[str, Entry]) -> dict[str, int]:
     return {name: entry.slot for name, entry in entries.items() if entry.slot is not None}
+
+
+# ---- values from a device ------------------------------------------------------------------------
+def test_an_update_takes_the_slot_of_the_version_before():
+    pool, written, entries = make(2, "ab")
+    new = pool.update("a", params(3))
+    assert (new.slot, new.info.version, new.info.nbytes, new.info.layout) == (0, 2, 0, "device")
+    assert new.info.targets == ("self_attn.q_proj",) and new.info.rank == 3
+    assert entries["a"].adapter is None and isinstance(written[0], DeviceParams)
+    assert pool.host_bytes == entries["b"].info.nbytes
+
+
+def test_an_update_goes_beside_a_version_that_runs():
+    pool, _, entries = make(2, "ab")
+    assert run(pool, entries["a"])
+    new = pool.update("a", params())
+    assert (entries["a"].slot, new.slot, entries["b"].slot) == (0, 1, None)
+    assert run(pool, new)
+    with pytest.raises(AdapterError, match="no slot can be had") as caught:
+        pool.update("b", params())
+    assert "larger max_adapters" in caught.value.hint
+    assert pool.get("b") is entries["b"] and entries["b"].info.version == 1
+    stop(pool, entries["a"])
+    assert entries["a"].adapter is None and pool.update("b", params()).slot == 0
+
+
+def test_the_host_gets_a_copy_when_the_slot_goes():
+    pool, written, entries = make(1, "a")
+    new = pool.update("n", params(2))
+    assert entries["a"].slot is None and pool.host_bytes == entries["a"].info.nbytes
+    assert run(pool, entries["a"])
+    assert isinstance(new.adapter, Adapter) and new.info.nbytes == new.adapter.nbytes > 0
+    assert not run(pool, new)
+    stop(pool, entries["a"])
+    assert pool.acquire(new) and written[0] is new.adapter
+
+
+def test_a_pinned_adapter_is_updated_where_it_is():
+    pool, _, entries = make(2, "ab")
+    pool.pin("a")
+    assert run(pool, entries["b"])
+    assert pool.update("a", params()).info.pinned
+    with pytest.raises(AdapterError, match="no slot can be had"):
+        pool.update("b", params())
+
+
+def test_clearing_the_slots_and_placing_the_pinned():
+    pool, written, entries = make(3, "abc")
+    pool.pin("b")
+    new = pool.update("c", params())
+    pool.clear_slots()
+    assert pool.free == 3 and isinstance(new.adapter, Adapter)
+    written[:] = [None] * 3
+    pool.place_pinned()
+    assert slots(entries) == {"b": 0} and written[0] is entries["b"].adapter
 
 
 # ---- slots ---------------------------------------------------------------------------------------
@@ -281,6 +346,24 @@ class AnyOrder(RuleBasedStateMachine):
         self.current[name] = entry
         self.every.append(entry)
 
+    @rule(name=NAMES, rank=st.integers(1, 3))
+    def update(self, name, rank):
+        old, before = self.current.get(name), list(self.pool)
+        pinned = old is not None and old.info.pinned
+        held = {e for e in self.held() if e is not old or e in self.running}
+        if len(held) == 3:
+            with pytest.raises(AdapterError, match="no slot can be had"):
+                self.pool.update(name, params(rank))
+            assert list(self.pool) == before
+            return
+        entry = self.pool.update(name, params(rank))
+        self.versions[name] = self.versions.get(name, 0) + 1
+        info = entry.info
+        assert (info.version, info.rank, info.nbytes) == (self.versions[name], rank, 0)
+        assert info.pinned == pinned and info.slot is not None
+        self.current[name] = entry
+        self.every.append(entry)
+
     @rule(name=NAMES, when_busy=st.sampled_from(["refuse", "finish"]))
     def unload(self, name, when_busy):
         entry = self.current.get(name)
@@ -361,7 +444,15 @@ class AnyOrder(RuleBasedStateMachine):
         assert len({entry.slot for entry in resident}) == len(resident) == self.pool.resident
         assert self.pool.free + self.pool.resident == 3
         for entry in resident:
-            assert self.written[entry.slot] is entry.adapter
+            content = self.written[entry.slot]
+            if isinstance(content, DeviceParams):
+                content = content.in_slot
+            assert content is entry.adapter
+
+    @invariant()
+    def what_is_nowhere_else_keeps_its_slot(self):
+        for entry in self.every:
+            assert not isinstance(entry.adapter, InSlot) or entry.slot is not None
 
     @invariant()
     def what_is_held_keeps_its_slot(self):

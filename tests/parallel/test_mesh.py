@@ -66,9 +66,11 @@ def score_mixed(family: str, mesh) -> np.ndarray:
     scores = engine.score(prompts, adapters, return_logits=True)
     logits = np.stack([score.logits for score in scores])
     assert np.abs(logits - golden["mixed.logits"]).max() <= 1e-4
-    params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=True)
+    params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2)
     output = engine.generate([prompts[1][:5]], params, [adapters[1]])[0]
-    rescored = engine.score([output.prompt_token_ids + output.token_ids], [adapters[1]])[0]
+    sequence = output.prompt_token_ids + output.token_ids
+    rescored = engine.score([sequence], [adapters[1]], top_logprobs=2)[0]
+    assert rescored.top_logprobs[4:] == output.top_logprobs
     np.testing.assert_array_equal(rescored.logprobs[4:], np.float32(output.logprobs))
     return logits
 

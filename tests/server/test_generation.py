@@ -48,6 +48,21 @@ def test_adapters_differ(client):
     assert len({complete(client, model).choices[0].text for model in ("pocket", *LOADED)}) == 4
 
 
+def test_priorities(client, running, monkeypatch):
+    """As vLLM takes them; they change the order, and no text."""
+    seen, stream = [], running.stream
+
+    async def watched(prompts, params, adapters, priority):
+        seen.append(priority)
+        return await stream(prompts, params, adapters, priority)
+
+    monkeypatch.setattr(running, "stream", watched)
+    text = complete(client).choices[0].text
+    assert complete(client, extra_body={"priority": -3}).choices[0].text == text
+    assert chat(client, extra_body={"priority": 7}).choices[0].message.content
+    assert seen == [0, -3, 7]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_chats_are_the_engines(client, engine, model):
     got = chat(client, model, logprobs=True, top_logprobs=1)
@@ -57,6 +72,36 @@ def test_chats_are_the_engines(client, engine, model):
     assert [entry.logprob for entry in choice.logprobs.content] == expected.logprobs
     assert b"".join(bytes(e.bytes) for e in choice.logprobs.content).decode() == expected.text
     assert all(entry.top_logprobs[0].token == entry.token for entry in choice.logprobs.content)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_most_likely_tokens(client, engine, temperature):
+    """In both interfaces, streamed and whole, as the engine has them."""
+    settings = {"temperature": temperature, "seed": 3}
+    params = SamplingParams(max_tokens=12, temperature=float(temperature), seed=3, logprobs=4)
+
+    def text(token: int) -> str:
+        return engine.codec.tokenizer.decode([token], skip_special_tokens=False)
+
+    got = complete(client, logprobs=4, **settings).choices[0].logprobs
+    (expected,) = engine.generate([PROMPT], params)
+    tops = zip(expected.top_logprobs, expected.token_ids, expected.logprobs, strict=True)
+    for found, (top, token, logprob) in zip(got.top_logprobs, tops, strict=True):
+        assert found.items() >= {text(t): value for t, value in reversed(top)}.items()
+        assert text(token) in found and len(found) in (4, 5)
+        assert all(found[text(t)] >= value for t, value in [*top, (token, logprob)])
+    streamed = complete(client, logprobs=4, stream=True, **settings)
+    parts = [chunk.choices[0].logprobs for chunk in streamed]
+    assert [each for part in parts if part for each in part.top_logprobs] == got.top_logprobs
+
+    got = chat(client, logprobs=True, top_logprobs=4, **settings).choices[0].logprobs.content
+    (expected,) = engine.generate([engine.chat(MESSAGES)], params)
+    assert [[(entry.token, entry.logprob) for entry in place.top_logprobs] for place in got] == [
+        [(text(t), value) for t, value in top] for top in expected.top_logprobs
+    ]
+    plain = chat(client, logprobs=True, **settings).choices[0].logprobs.content
+    assert [place.logprob for place in plain] == expected.logprobs
+    assert all(place.top_logprobs == [] for place in plain)
 
 
 def test_a_chat_goes_on_to_the_end_of_the_cache(client, engine):

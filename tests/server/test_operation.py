@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import json
 import logging.config
 import os
 import signal
@@ -131,6 +133,25 @@ def test_a_failing_step_is_answered_and_the_server_goes_on(http, client, engine,
     assert idle(http)
     got = http.post("/v1/completions", json=SHORT | {"temperature": 0}).json()["choices"]
     assert got == expected
+
+
+def test_an_engine_that_is_put_to_sleep(http, running, slow_steps):
+    """By the program that serves it: what is open ends, what comes is told, /health is well."""
+    body = LONG | {"logprobs": 2}
+    with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        asyncio.run(running.sleep(abort=True))
+        parts = [line for line in lines if line]
+    assert parts[-1] == "data: [DONE]"
+    last = json.loads(parts[-2].removeprefix("data: "))["choices"][0]
+    assert last["finish_reason"] == "abort" and last["logprobs"] is None
+    answer = http.post("/v1/completions", json=SHORT)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "asleep"
+    assert http.get("/health").status_code == 200
+    assert metrics(http)["lora_moe_jax_cache_bytes"] == 0
+    asyncio.run(running.wake())
+    assert http.post("/v1/completions", json=SHORT).status_code == 200
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -62,3 +62,8 @@ def constant_adapter(engine: Engine, value: float, rank: int = 16) -> Adapter:
             ranks=np.full(groups, rank, np.int32),
         )
     return Adapter(pairs, "stacked", AdapterConfig(r=rank, target_modules=("q_proj",)))
+
+
+def no_read(slot: int, held) -> Adapter:
+    """What a pool reads slots with where nothing comes from a device."""
+    raise AssertionError("nothing came from a device")

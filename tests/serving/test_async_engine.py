@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lora_moe_jax import AdapterError, ConfigError, RequestError
-from lora_moe_jax.serving.async_engine import AsyncEngine, EngineClosedError, QueueFullError
+from lora_moe_jax.serving.async_engine import AsyncEngine, EngineClosedError
+from lora_moe_jax.serving.queue_limit import QueueFullError
 from tests.adapters.tables import GOLDEN
 from tests.serving.helpers import ADAPTERS, bits, greedy, load_golden, prompts, sampled
 

@@ -268,7 +268,7 @@ BAD_SETTINGS = [
     ("stop", ([""], [3], None, 5, b"x", {"a": 1}, ["a", None])),
     ("stop_token_ids", ([-1], ["a"], [1.0], [True], None, 5, "12")),
     ("ignore_eos", (1, None, "yes")),
-    ("logprobs", (1, None, 5)),
+    ("logprobs", (21, -1, 1.0, "1")),
 ]
 
 

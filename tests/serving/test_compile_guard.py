@@ -57,4 +57,4 @@ def test_a_step_of_another_size_is_refused(engine):
     one = engine("deepseek_v3")
     packed = np.zeros(one._runner.steps.layout.size(5), np.int32)
     with pytest.raises(LateCompileError, match=r"step\[5\].*step\[8\]"):
-        one._runner.steps.run(StepBatch(packed, 5, 1, False, [], 0))
+        one._runner.steps.run(StepBatch(packed, 5, 1, False, False, [], 0))

@@ -23,7 +23,7 @@ def one(engine):
 @pytest.fixture
 def with_text(one, monkeypatch):
     codec = byte_codec()
-    monkeypatch.setattr(one, "codec", codec)
+    monkeypatch.setattr(one._intake, "codec", codec)
     monkeypatch.setattr(one._runner, "_codec", codec)
     return one
 

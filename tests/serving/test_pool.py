@@ -17,7 +17,15 @@ from lora_moe_jax.serving.request import GenerateRequest
 from lora_moe_jax.serving.scheduler import MAX_PASSES, Scheduler
 from tests.adapters.tables import GOLDEN, golden_adapters
 from tests.serving.conftest import OPTIONS
-from tests.serving.helpers import bits, constant_adapter, greedy, prompts, sampled, unpacked
+from tests.serving.helpers import (
+    bits,
+    constant_adapter,
+    greedy,
+    no_read,
+    prompts,
+    sampled,
+    unpacked,
+)
 
 FAMILY = "deepseek_v3"
 FOLDERS = GOLDEN / FAMILY / "adapters"
@@ -27,7 +35,7 @@ SIX = golden_adapters(FAMILY)
 # ---- the scheduler alone -------------------------------------------------------------------------
 def scheduler(slots: int, names: str, rows: int = 4, pages: int = 64) -> Scheduler:
     """With an adapter for each letter, and a bank that is not there."""
-    adapters = AdapterPool(slots, lambda slot, adapter: None)
+    adapters = AdapterPool(slots, lambda slot, adapter: None, no_read)
     for name in names:
         adapters.add(name, Adapter({}, "module", AdapterConfig(r=1, target_modules=("x",))))
     return Scheduler(

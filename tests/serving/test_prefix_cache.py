@@ -17,7 +17,7 @@ from lora_moe_jax.serving.prefix_cache import CachedPage, PrefixCache
 from lora_moe_jax.serving.request import GenerateRequest, Request, ScoreRequest
 from lora_moe_jax.serving.scheduler import MAX_PASSES, Scheduler
 from lora_moe_jax.serving.step_batch import Chunk, StepBatch
-from tests.serving.helpers import unpacked
+from tests.serving.helpers import no_read, unpacked
 
 PAGE, PAGES_PER_REQUEST = 2, 8
 
@@ -121,7 +121,7 @@ def test_the_pool_takes_idle_pages_when_it_has_no_others():
 
 # ---- the scheduler -------------------------------------------------------------------------------
 def entry() -> Entry:
-    pool = AdapterPool(1, lambda slot, adapter: None)
+    pool = AdapterPool(1, lambda slot, adapter: None, no_read)
     return pool.add("x", no_adapter())
 
 
@@ -146,7 +146,7 @@ class Simulation:
     ):
         self.behind = behind
         self.under_way: deque[StepBatch] = deque()
-        self.adapters = AdapterPool(slots, lambda slot, adapter: None)
+        self.adapters = AdapterPool(slots, lambda slot, adapter: None, no_read)
         self.one = Scheduler(
             PagePool(pages, PAGE),
             self.adapters,
@@ -160,25 +160,34 @@ class Simulation:
         self.computed = 0
 
     def generate(
-        self, tokens: str, max_tokens: int = 1, name: str | None = None, stop: str = ""
+        self,
+        tokens: str,
+        max_tokens: int = 1,
+        name: str | None = None,
+        stop: str = "",
+        priority: int = 0,
+        logprobs: int | None = None,
     ) -> Request:
         adapter = None if name is None else self.adapters.get(name)
-        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(map(ord, stop)))
-        made = GenerateRequest(0, list(map(ord, tokens)), len(tokens), adapter, params=params)
+        stops = tuple(map(ord, stop))
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops, logprobs=logprobs)
+        made = GenerateRequest(
+            0, list(map(ord, tokens)), len(tokens), adapter, params=params, priority=priority
+        )
         self.one.add([made])
         return made
 
-    def score(self, tokens: str, name: str | None = None) -> Request:
+    def score(self, tokens: str, name: str | None = None, priority: int = 0) -> Request:
         adapter = None if name is None else self.adapters.get(name)
-        made = ScoreRequest(0, list(map(ord, tokens)), len(tokens), adapter)
+        made = ScoreRequest(0, list(map(ord, tokens)), len(tokens), adapter, priority=priority)
         self.one.add([made])
         return made
 
     def step(self) -> bool:
         """A step as the runner takes it; False if there was nothing to do."""
-        oldest = self.one.running[:1]
+        first = min(self.one.running, key=lambda r: r.priority, default=None)
         batch = self.one.next_batch()
-        assert self.one.running[:1] == oldest or not oldest, "the oldest made room for another"
+        assert first is None or first in self.one.running, "the first of the highest made room"
         if batch is not None:
             self._begin(batch)
             self.under_way.append(batch)
@@ -190,6 +199,8 @@ class Simulation:
         return batch is not None
 
     def _begin(self, batch: StepBatch) -> None:
+        assert batch.top == any(c.samples and c.request.params.logprobs for c in batch.chunks)
+        assert batch.steps == 1 or not batch.top
         if not self.behind:
             oldest = self.one.running[0]
             assert oldest in {chunk.request for chunk in batch.chunks}, "it must get on"
@@ -469,7 +480,10 @@ def test_a_score_that_makes_room_starts_over():
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests that begin alike come, are closed and end, under adapters that come and go."""
+    """Requests that begin alike come, are closed and end, under adapters that come and go.
+
+    Some go before others.
+    """
 
     behind, decode_steps = False, 1
 
@@ -485,6 +499,7 @@ class Machine(RuleBasedStateMachine):
 
     names = st.sampled_from([None, None, "p", "q", "r"])
     prompts = st.text("ab", min_size=1, max_size=9)
+    priorities = st.integers(0, 2)
 
     @rule(
         tokens=prompts,
@@ -492,10 +507,13 @@ class Machine(RuleBasedStateMachine):
         name=names,
         copies=st.integers(1, 3),
         stop=st.sampled_from(["", "", "a", "b"]),
+        priority=priorities,
+        logprobs=st.sampled_from([None, None, 0, 2]),
     )
-    def generate(self, tokens, max_tokens, name, copies, stop):
+    def generate(self, tokens, max_tokens, name, copies, stop, priority, logprobs):
+        settings = max_tokens, name, stop, priority, logprobs
         for _ in range(copies):
-            self.requests.append(self.sim.generate(tokens, max_tokens, name, stop))
+            self.requests.append(self.sim.generate(tokens, *settings))
 
     @rule()
     def fail(self):
@@ -504,9 +522,9 @@ class Machine(RuleBasedStateMachine):
         self.sim.one.start_over()
         assert not self.sim.one.running
 
-    @rule(tokens=prompts, name=names)
-    def score(self, tokens, name):
-        self.requests.append(self.sim.score(tokens, name))
+    @rule(tokens=prompts, name=names, priority=priorities)
+    def score(self, tokens, name, priority):
+        self.requests.append(self.sim.score(tokens, name, priority))
 
     @rule(count=st.integers(1, 6))
     def step(self, count):
@@ -534,6 +552,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def holds(self):
         self.sim.check()
+        waiting = [request.priority for request in self.sim.one.waiting]
+        assert waiting == sorted(waiting)
         known = {self.sim.adapters.get(name) for name in "pqr"} | {None}
         needed = {request.adapter for request in self.unfinished()}
         assert {c.adapter for c in pages_of(self.sim.one)} <= known | needed

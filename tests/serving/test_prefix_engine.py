@@ -222,7 +222,7 @@ def test_making_room_changes_nothing(either, pages):
 
 def test_text_and_stops_go_on_after_making_room(one, monkeypatch):
     codec = byte_codec()
-    monkeypatch.setattr(one, "codec", codec)
+    monkeypatch.setattr(one._intake, "codec", codec)
     monkeypatch.setattr(one._runner, "_codec", codec)
     batch = prompts([5, 40, 30], seed=15)
     whole = one.generate(batch, greedy(60))

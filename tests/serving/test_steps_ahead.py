@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from lora_moe_jax import ConfigError, Engine, FinishReason
+from lora_moe_jax import ConfigError, Engine, FinishReason, read_adapter
 from lora_moe_jax.serving.steps import CacheLostError
 from tests.adapters.tables import GOLDEN
 from tests.serving.byte_tokenizer import byte_codec
@@ -132,7 +132,7 @@ def test_stops_are_found_late_and_nothing_more_comes(one):
 
 def test_end_of_text_and_stop_strings(one, monkeypatch):
     codec = byte_codec()
-    monkeypatch.setattr(one, "codec", codec)
+    monkeypatch.setattr(one._intake, "codec", codec)
     monkeypatch.setattr(one._runner, "_codec", codec)
     batch = prompts([5, 8], seed=1)
     whole = one.generate(batch, greedy(24))
@@ -199,6 +199,88 @@ def test_replacing_an_adapter_while_a_step_is_under_way(one):
     one.unload_adapter("changing")
 
 
+def test_aborting_while_a_step_is_under_way(one):
+    """What it gives is dropped; row and pages go to others at once."""
+    batch = prompts([10, 12, 9])
+    expected = list(map(bits, one.generate(batch, greedy(15))))
+    for turns in (1, 2, 5):
+        stream = one.stream(batch[:2], greedy(15))
+        seen = [next(stream) for _ in range(turns)]
+        assert one._runner._under_way
+        stream.abort(0)
+        more = one.stream([batch[2], batch[0]], greedy(15))
+        seen += stream
+        ended = {d.index: d.completion for d in seen if d.completion}
+        tokens = [d.token_id for d in seen if d.index == 0 and d.token_id is not None]
+        assert (ended[0].finish_reason, ended[0].token_ids) == (FinishReason.ABORT, tokens)
+        assert tuple(tokens) == expected[0][0][: len(tokens)] and len(tokens) < 15
+        assert bits(ended[1]) == expected[1]
+        others = {d.index: d.completion for d in more if d.completion}
+        assert [bits(others[i]) for i in range(2)] == [expected[2], expected[0]]
+
+
+def test_the_most_likely_tokens_of_steps_that_are_read_late(one):
+    """Beside rows that want none; where all are like that several steps are taken again."""
+    batch, names = prompts([5, 20, 1]), ["attn", None, "rslora"]
+    params = [greedy(11, logprobs=4), greedy(21), sampled(3, 14, top_k=9, logprobs=2)]
+    plain = list(
+        map(bits, one.generate(batch, [greedy(11), greedy(21), sampled(3, 14, top_k=9)], names))
+    )
+    outs = one.generate(batch, params, names)
+    assert list(map(bits, outs)) == plain
+    for prompt, name, out, count in zip(batch, names, outs, (4, 0, 2), strict=True):
+        sequence = prompt + out.token_ids
+        (score,) = one.score([sequence], [name], top_logprobs=count)
+        wanted = score.top_logprobs[len(prompt) - 1 :] if count else None
+        assert out.top_logprobs == wanted
+
+
+def test_sleeping_while_a_step_is_under_way(one):
+    batch = prompts([10, 12])
+    expected = list(map(bits, one.generate(batch, greedy(15))))
+    stop = expected[0][0][3]
+    for level in (1, 2):
+        one.generate(batch[:1], greedy(15, stop_token_ids=[stop]))
+        assert one._runner._under_way, "of one that is done"
+        one.sleep(level)
+        assert not one._runner._under_way
+        one.wake()
+        stream = one.stream(batch, greedy(15), "attn")
+        next(stream)
+        assert one._runner._under_way
+        one.sleep(level, abort=True)
+        one.wake()
+        assert {d.completion.finish_reason for d in stream if d.completion} == {"abort"}
+        assert list(map(bits, one.generate(batch, greedy(15)))) == expected
+
+
+def test_updating_an_adapter_while_a_step_is_under_way(one):
+    """The write donates the arrays that the step reads."""
+    folder, batch = GOLDEN / FAMILY / "adapters", prompts([10, 12])
+    versions = [read_adapter(folder / n, one.bank.projections) for n in ("attn", "rslora")]
+    expected = [bits(one.generate(batch[:1], greedy(15), n)[0]) for n in ("attn", "rslora")]
+    plain = bits(one.generate(batch[1:], greedy(15))[0])
+    one.update_adapter("policy", versions[0])
+    for turn in (1, 0, 1):
+        other = one.stream(batch[1:], greedy(15))
+        old = one.stream(batch[:1], greedy(15), "policy")
+        closed = one.stream(batch[:1], greedy(15), "policy")
+        next(closed)
+        next(old)
+        closed.close()
+        assert one._runner._under_way
+        one.update_adapter("policy", versions[turn])
+        assert bits(one.generate(batch[:1], greedy(15), "policy")[0]) == expected[turn]
+        for stream, wanted in ((old, expected[1 - turn]), (other, plain)):
+            assert [bits(d.completion) for d in stream if d.completion] == [wanted]
+        alone = one.stream(batch[:1], greedy(15), "policy")
+        next(alone)
+        alone.close()
+        one.update_adapter("policy", versions[turn])  # nobody has the slot, but that step reads it
+        assert bits(one.generate(batch[:1], greedy(15), "policy")[0]) == expected[turn]
+    one.unload_adapter("policy")
+
+
 @pytest.mark.parametrize("pages", [9, 12])
 def test_making_room_while_steps_are_under_way(one, pages):
     batch, params = prompts([5, 17, 30, 1, 44, 20, 9, 33], seed=14), settings_of(8, 50)
@@ -207,7 +289,7 @@ def test_making_room_while_steps_are_under_way(one, pages):
     pool.give_back(pool.take(pool.free))
     held = pool.take(pool.free - pages)
     before, tokens = one.stats(), [[] for _ in batch]
-    for delta in one.stream(batch, params, NAMES):
+    for delta in one.stream(batch, params, NAMES, priority=[0, 1, 2, 0, 1, 2, 0, 1]):
         tokens[delta.index].append(delta.token_id)
         if delta.completion is not None:
             assert bits(delta.completion) == expected[delta.index]

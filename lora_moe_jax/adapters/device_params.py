@@ -1,0 +1,129 @@
+"""An adapter's values on the device, where a trainer has them: checked, and not copied out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lora_moe_jax.adapters.adapter import Adapter, LoraPair, short_names
+from lora_moe_jax.adapters.bank import Bank, KvBLora
+from lora_moe_jax.adapters.check import check_factors
+from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES
+from lora_moe_jax.errors import AdapterError
+from pallas_kernels import Lora
+
+
+class Factors(NamedTuple):
+    """A `LoraPair` as compiled functions take it."""
+
+    a: jax.Array
+    b: jax.Array
+    scaling: jax.Array
+
+
+@dataclass(frozen=True)
+class InSlot:
+    """Stands for the host copy of an adapter whose values are in a slot alone.
+
+    Attributes:
+      ranks: of its projections, by name.
+    """
+
+    ranks: Mapping[str, int]
+    layout = "device"
+    nbytes = 0
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any projection."""
+        return max(self.ranks.values(), default=0)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """As `Adapter.targets`."""
+        return short_names(self.ranks)
+
+
+@dataclass(frozen=True)
+class DeviceParams:
+    """Values that fit a bank, on its devices.
+
+    Attributes:
+      values: by `Projection.name`; `Factors` at the adapter's own rank, or a whole slot.
+      in_slot: what stands for them once they are written.
+    """
+
+    values: Mapping[str, Factors | Lora | KvBLora]
+    in_slot: InSlot
+
+    @classmethod
+    def of(cls, params: object, bank: Bank) -> DeviceParams:
+        """Checks everything but that the values are finite, and waits for nothing.
+
+        Args:
+          params: an `Adapter`, or by `Projection.name` a `LoraPair`, or the arrays of one slot of
+            the bank: `Lora` or `KvBLora` without the axis of slots, ranks padded with zeros.
+
+        Raises:
+          AdapterError: they do not fit the bank.
+        """
+        params = params.pairs if isinstance(params, Adapter) else params
+        if not isinstance(params, Mapping):
+            raise _wrong("params", "a mapping from projection names", type(params).__name__)
+        values, ranks = {}, {}
+        for name, value in params.items():
+            if not isinstance(name, str) or name not in bank.arrays:
+                expected = f"one of {len(bank.arrays)} projections that have slots"
+                raise _wrong(str(name)[:200], expected, "a name without slots")
+            lora = bank.arrays[name]
+            _check_arrays(name, value, lora)
+            if isinstance(value, LoraPair):
+                check_factors(name, value, bank.projections)
+                bank.check_pair(name, value)
+                value = Factors(value.a, value.b, value.scaling)
+            else:
+                _check_slot(name, value, lora)
+            ranks[name] = value.a.shape[1]
+            values[name] = type(value)(*(_beside(array, lora.a) for array in value))
+        return cls(values, InSlot(ranks))
+
+
+def _wrong(key: str, expected: object, found: object) -> AdapterError:
+    return AdapterError(
+        "the parameters do not fit the bank", key=key, expected=expected, found=found
+    )
+
+
+def _check_arrays(name: str, value: object, lora: Lora | KvBLora) -> None:
+    kinds = (LoraPair, type(lora))
+    if not isinstance(value, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise _wrong(name, expected, type(value).__name__)
+    for array in (value.a, value.b, value.scaling) if isinstance(value, LoraPair) else value:
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise _wrong(name, "arrays", type(array).__name__)
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise _wrong(name, "arrays that hold values", "one that was donated or deleted")
+        if array.dtype not in FLOAT_DTYPES.values():
+            raise _wrong(name, ", ".join(FLOAT_DTYPES), array.dtype)
+
+
+def _check_slot(name: str, value: Lora | KvBLora, lora: Lora | KvBLora) -> None:
+    for field, array, slots in zip(lora._fields, value, lora, strict=True):
+        if array.shape != slots.shape[1:]:
+            raise _wrong(f"{name} {field}", list(slots.shape[1:]), list(array.shape))
+
+
+def _beside(x: jax.Array | np.ndarray, other: jax.Array) -> jax.Array | np.ndarray:
+    """An array on the devices of another one: as it is, or sent from device to device."""
+    there = other.sharding
+    if not isinstance(x, jax.Array) or x.sharding.device_set == there.device_set:
+        return x
+    if isinstance(there, NamedSharding):
+        there = NamedSharding(there.mesh, PartitionSpec())
+    return jax.device_put(x, there)

@@ -1,0 +1,175 @@
+"""Writes adapters into slots of the bank, and reads them back.
+
+A write donates the old arrays, so nothing is reallocated, and runs compiled functions, so nothing
+is recompiled. Steps that were begun before it and have not run yet read the arrays as they were:
+the runtime writes into donated memory only after everything dispatched that reads it.
+
+Adapters from host memory are padded there; each shape of projection has a function, compiled at the
+start. Adapters from the device take one function for the whole bank, compiled when the first one of
+these shapes comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_moe_jax.adapters.adapter import Adapter, LoraPair
+from lora_moe_jax.adapters.bank import Bank, KvBLora
+from lora_moe_jax.adapters.config import AdapterConfig
+from lora_moe_jax.adapters.device_params import DeviceParams, Factors, InSlot
+from lora_moe_jax.errors import AdapterError
+from pallas_kernels import Lora
+
+
+class SlotWriter:
+    """The one way into a bank's slots. Projections that an adapter does not have become zero."""
+
+    def __init__(self, bank: Bank):
+        self._bank = bank
+        shardings = {
+            name: type(lora)(*(array.sharding for array in lora))
+            for name, lora in bank.arrays.items()
+        }
+        self._write_all = jax.jit(_write_all, donate_argnums=0, out_shardings=shardings)
+        self._finite = jax.jit(_finite)
+        self._writers = self._compile(_compiled_writer)
+        self._readers: dict[str, Any] = {}
+
+    def write(self, slot: int, adapter: Adapter | DeviceParams) -> None:
+        """Puts an adapter into a slot.
+
+        Raises:
+          AdapterError: it does not fit. Nothing is written then.
+        """
+        arrays, index = self._bank.arrays, np.int32(slot)
+        if isinstance(adapter, DeviceParams):
+            arrays.update(self._write_all(arrays, index, adapter.values))
+            return
+        self._bank.check(adapter)
+        for name, lora in arrays.items():
+            values = _padded(lora, adapter.pairs.get(name))
+            arrays[name] = self._writers[name](lora, index, values)
+
+    def check_finite(self, params: DeviceParams) -> None:
+        """Raises AdapterError for a NaN or an infinity. Waits until the values are there."""
+        for name, finite in jax.device_get(self._finite(params.values)).items():
+            if not finite:
+                raise AdapterError(
+                    "the parameters are not finite",
+                    key=name,
+                    expected="finite values",
+                    found="NaN or infinity",
+                )
+        # Compiled with the first parameters, so that no eviction compiles later.
+        self._readers = self._readers or self._compile(_compiled_reader)
+
+    def read(self, slot: int, held: InSlot) -> Adapter:
+        """A host copy of parameters that were written; written again it gives the same bits."""
+        arrays, index = self._bank.arrays, np.int32(slot)
+        parts = {name: self._readers[name](arrays[name], index) for name in held.ranks}
+        pairs = {name: _pair(part, held.ranks[name]) for name, part in parts.items()}
+        return Adapter(pairs, held.layout, AdapterConfig(r=held.rank))
+
+    def _compile(self, function: Callable[[Lora | KvBLora], Any]) -> dict[str, Any]:
+        """A compiled function for each projection; projections of one shape share theirs."""
+        compiled: dict[tuple, Any] = {}
+        functions = {}
+        for name, lora in self._bank.arrays.items():
+            key = tuple((array.shape, array.dtype, array.sharding) for array in lora)
+            if key not in compiled:
+                compiled[key] = function(lora)
+            functions[name] = compiled[key]
+        return functions
+
+
+def _compiled_writer(lora: Lora | KvBLora):
+    shardings = type(lora)(*(array.sharding for array in lora))
+    write = jax.jit(_write_slot, donate_argnums=0, out_shardings=shardings)
+    return write.lower(lora, np.int32(0), _padded(lora, None)).compile()
+
+
+def _compiled_reader(lora: Lora | KvBLora):
+    return jax.jit(_read_slot).lower(lora, np.int32(0)).compile()
+
+
+def _padded(lora: Lora | KvBLora, pair: LoraPair | None) -> Lora | KvBLora:
+    """The slot's new values: ranks padded with zeros, shared factors repeated if need be."""
+    values = type(lora)(*(np.zeros(array.shape[1:], array.dtype) for array in lora))
+    if pair is None:
+        return values
+    for value, part in zip(values[:-1], _parts(lora, pair), strict=True):
+        value[:, : pair.rank] = part
+    values.scaling[:] = pair.scaling
+    return values
+
+
+def _padded_on_device(lora: Lora | KvBLora, pair: Factors) -> Lora | KvBLora:
+    """`_padded` for arrays on the device."""
+    rank = pair.a.shape[1]
+    zeros = [jnp.zeros(array.shape[1:], array.dtype) for array in lora[:-1]]
+    factors = [
+        zero.at[:, :rank].set(part.astype(zero.dtype))
+        for zero, part in zip(zeros, _parts(lora, pair), strict=True)
+    ]
+    return type(lora)(*factors, jnp.broadcast_to(pair.scaling, lora.scaling.shape[1:]))
+
+
+def _parts(lora: Lora | KvBLora, pair: LoraPair | Factors):
+    """A pair's factors as the bank holds them: kv_b's B by head, in two parts."""
+    if not isinstance(lora, KvBLora):
+        return pair.a, pair.b
+    (_, heads, _, nope), rank = lora.b_key.shape, pair.a.shape[1]
+    by_head = pair.b[0].reshape(rank, heads, -1).swapaxes(0, 1)
+    return pair.a, by_head[:, :, :nope], by_head[:, :, nope:]
+
+
+def _pair(part: Lora | KvBLora, rank: int) -> LoraPair:
+    """A slot's values as an adapter in memory has them."""
+    a, b, *b_value = (np.array(array[:, :rank]) for array in map(np.asarray, part[:-1]))
+    if b_value:
+        b = np.concatenate([b, *b_value], axis=-1).swapaxes(0, 1).reshape(1, rank, -1)
+    scaling = np.array(part.scaling)
+    return LoraPair(a, b, scaling, np.full(len(scaling), rank, np.int32))
+
+
+def _write_all(arrays, slot: jax.Array, params):
+    """The whole bank with one slot replaced by the parameters, and zeros where they have none."""
+    written = {}
+    for name, lora in arrays.items():
+        values = params.get(name)
+        if values is None:
+            values = type(lora)(*(jnp.zeros(array.shape[1:], array.dtype) for array in lora))
+        elif isinstance(values, Factors):
+            values = _padded_on_device(lora, values)
+        written[name] = _write_slot(lora, slot, values)
+    return written
+
+
+def _write_slot(lora, slot: jax.Array, values):
+    """The arrays of one projection with one slot replaced."""
+    return type(lora)(
+        *(
+            jax.lax.dynamic_update_index_in_dim(array, value.astype(array.dtype), slot, 0)
+            for array, value in zip(lora, values, strict=True)
+        )
+    )
+
+
+def _read_slot(lora, slot: jax.Array):
+    """One slot of the arrays of one projection."""
+    return type(lora)(
+        *(jax.lax.dynamic_index_in_dim(array, slot, 0, keepdims=False) for array in lora)
+    )
+
+
+def _finite(params):
+    """For each projection whether all its values are."""
+    return {
+        name: jnp.stack([jnp.isfinite(array).all() for array in values]).all()
+        for name, values in params.items()
+    }

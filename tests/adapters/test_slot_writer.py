@@ -1,0 +1,199 @@
+"""Slots written from the device and from the host, without an engine: the same bits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_moe_jax import AdapterError
+from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair, Projection
+from lora_moe_jax.adapters.bank import Bank, KvBLora, SlotEntry
+from lora_moe_jax.adapters.device_params import DeviceParams
+from lora_moe_jax.adapters.slot_writer import SlotWriter
+from pallas_kernels import Lora
+
+SLOTS, RANK, HEADS, NOPE, V = 3, 4, 2, 3, 5
+LINEAR = Projection("model.layers.0.self_attn.o_proj", 6, 7)
+EXPERTS = Projection("model.layers.0.mlp.experts.up_proj", 6, 7, groups=3, kind="expert")
+SHARED = Projection("model.layers.1.mlp.experts.up_proj", 6, 7, groups=3, kind="expert")
+KV_B = Projection("model.layers.0.self_attn.kv_b_proj", 6, HEADS * (NOPE + V))
+ALL = (LINEAR, EXPERTS, SHARED, KV_B)
+
+
+def bank(dtype: str) -> Bank:
+    """A projection of each kind; SHARED has one A for all experts."""
+
+    def zeros(*shape, of=dtype):
+        return jnp.zeros((SLOTS, *shape), of)
+
+    def lora(projection: Projection, a_groups: int, groups: int) -> SlotEntry:
+        a = zeros(a_groups, RANK, projection.in_features)
+        b = zeros(groups, RANK, projection.out_features)
+        return SlotEntry(projection, Lora(a, b, zeros(groups, of="float32")))
+
+    kv_b = KvBLora(
+        zeros(1, RANK, KV_B.in_features),
+        zeros(HEADS, RANK, NOPE),
+        zeros(HEADS, RANK, V),
+        zeros(1, of="float32"),
+    )
+    return Bank(
+        {
+            LINEAR.name: lora(LINEAR, 1, 1),
+            EXPERTS.name: lora(EXPERTS, 3, 3),
+            SHARED.name: lora(SHARED, 1, 3),
+            KV_B.name: SlotEntry(KV_B, kv_b),
+        }
+    )
+
+
+def pair(projection: Projection, rank: int, seed: int, dtype="float32", shared=False) -> LoraPair:
+    rng = np.random.default_rng(seed)
+    groups = projection.groups
+    a_groups = 1 if shared or projection is SHARED else groups
+
+    def numbers(*shape):
+        # From the smallest to the largest that bfloat16 has, and what it rounds.
+        exponents = rng.integers(-133, 100, shape)
+        return (rng.standard_normal(shape) * 2.0**exponents).astype(dtype)
+
+    return LoraPair(
+        numbers(a_groups, rank, projection.in_features),
+        numbers(groups, rank, projection.out_features),
+        rng.standard_normal(groups).astype(np.float32),
+        np.full(groups, rank, np.int32),
+    )
+
+
+def bits(bank: Bank) -> list[bytes]:
+    return [np.asarray(array).tobytes() for lora in bank.arrays.values() for array in lora]
+
+
+BANKS = {dtype: (bank(dtype), bank(dtype)) for dtype in ("float32", "bfloat16")}
+WRITERS = {dtype: tuple(map(SlotWriter, both)) for dtype, both in BANKS.items()}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(BANKS)),
+    st.dictionaries(st.sampled_from(ALL), st.sampled_from([1, 3, RANK]), min_size=1),
+    st.integers(0, SLOTS - 1),
+    st.sampled_from([np.float32, ml_dtypes.bfloat16]),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_device_writes_what_the_host_writes(dtype, ranks, slot, values, shared, seed):
+    """And what is read back is what was written; other slots stay as they are."""
+    (host, device), (to_host, to_device) = BANKS[dtype], WRITERS[dtype]
+    pairs = {p.name: pair(p, rank, seed, values, shared) for p, rank in ranks.items()}
+    adapter = Adapter(pairs, "stacked", AdapterConfig(r=RANK))
+    to_host.write(slot, adapter)
+    on_device = {
+        name: LoraPair(*map(jnp.asarray, (p.a, p.b, p.scaling)), p.ranks)
+        for name, p in pairs.items()
+    }
+    params = DeviceParams.of(on_device, device)
+    to_device.check_finite(params)
+    to_device.write(slot, params)
+    assert bits(host) == bits(device)
+    back = to_device.read(slot, params.in_slot)
+    assert {name: p.rank for name, p in back.pairs.items()} == {
+        p.name: rank for p, rank in ranks.items()
+    }
+    to_device.write((slot + 1) % SLOTS, back)
+    to_host.write((slot + 1) % SLOTS, adapter)
+    assert bits(host) == bits(device)
+
+
+@pytest.mark.parametrize("dtype", BANKS)
+def test_a_whole_slot_is_written_as_it_is(dtype):
+    one, writer = BANKS[dtype][0], WRITERS[dtype][0]
+    pairs = {p.name: pair(p, 3, 5) for p in ALL}
+    writer.write(0, Adapter(pairs, "stacked", AdapterConfig(r=3)))
+    slot = jax.tree.map(lambda array: array[0], one.arrays)
+    params = DeviceParams.of(slot, one)
+    writer.write(2, params)
+    for lora in one.arrays.values():
+        for array in lora:
+            assert np.array_equal(array[0], array[2])
+    assert params.in_slot.rank == RANK
+
+
+def good() -> dict:
+    return {p.name: pair(p, 2, 1) for p in ALL}
+
+
+def without(field: str, value) -> dict:
+    broken = good()
+    p = broken[LINEAR.name]
+    fields = {"a": p.a, "b": p.b, "scaling": p.scaling, "ranks": p.ranks} | {field: value}
+    broken[LINEAR.name] = LoraPair(**fields)
+    return broken
+
+
+DONATED = jnp.ones((1, 2, 6))
+DONATED.delete()
+BAD = {
+    "no mapping": [1, 2],
+    "nothing": None,
+    "a name without slots": {"model.layers.0.q_proj": pair(LINEAR, 1, 0)},
+    "a name that is none": {5: pair(LINEAR, 1, 0)},
+    "no pair": {LINEAR.name: np.ones(3)},
+    "another form of slot": {LINEAR.name: BANKS["float32"][0].arrays[KV_B.name]},
+    "all slots": {LINEAR.name: BANKS["float32"][0].arrays[LINEAR.name]},
+    "no array": without("a", [[1.0]]),
+    "a deleted array": without("a", DONATED),
+    "integers": without("b", np.ones((1, 2, 7), np.int32)),
+    "a wrong width": without("a", np.ones((1, 2, 5), np.float32)),
+    "ranks that differ": without("b", np.ones((1, 3, 7), np.float32)),
+    "no rank": without("b", np.ones((1, 0, 7), np.float32)),
+    "too many scalings": without("scaling", np.ones(2, np.float32)),
+    "too high a rank": {LINEAR.name: pair(LINEAR, RANK + 1, 0)},
+    "many factors for one": {
+        SHARED.name: LoraPair(
+            np.ones((3, 2, 6), np.float32),
+            np.ones((3, 2, 7), np.float32),
+            np.ones(3, np.float32),
+            np.full(3, 2, np.int32),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("params", BAD.values(), ids=BAD.keys())
+def test_what_does_not_fit_is_refused(params):
+    with pytest.raises(AdapterError):
+        DeviceParams.of(params, BANKS["float32"][0])
+
+
+@pytest.mark.parametrize("field", ["a", "b", "scaling"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_what_is_not_finite_is_refused_by_name(field, value):
+    params = good()
+    array = getattr(params[KV_B.name], field).copy()
+    array[..., -1] = value
+    p = params[KV_B.name]
+    fields = {"a": p.a, "b": p.b, "scaling": p.scaling, "ranks": p.ranks} | {field: array}
+    params[KV_B.name] = LoraPair(**fields)
+    checked = DeviceParams.of(params, BANKS["float32"][0])
+    with pytest.raises(AdapterError, match="not finite") as caught:
+        WRITERS["float32"][0].check_finite(checked)
+    assert caught.value.key == KV_B.name
+
+
+def test_values_elsewhere_are_sent_over():
+    one, writer = BANKS["float32"][0], WRITERS["float32"][0]
+    other = jax.devices()[1]
+    params = {
+        name: LoraPair(*(jax.device_put(x, other) for x in (p.a, p.b, p.scaling)), p.ranks)
+        for name, p in good().items()
+    }
+    writer.write(1, Adapter(good(), "stacked", AdapterConfig(r=2)))
+    expected = bits(one)
+    writer.write(1, DeviceParams.of(params, one))
+    assert bits(one) == expected

@@ -1,0 +1,129 @@
+"""What an engine takes of a device's memory, before it takes it."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from flax import nnx
+
+from lora_moe_jax import ConfigError, Engine
+from lora_moe_jax.checkpoint.reader import Checkpoint
+from lora_moe_jax.config.reader import read_config
+from lora_moe_jax.layers.adapter_slots import LoraParam
+from lora_moe_jax.models.build import abstract_model, load_model
+from lora_moe_jax.serving import engine as engine_module
+from lora_moe_jax.serving import sizes
+from lora_moe_jax.serving.options import EngineOptions, slot_config
+from lora_moe_jax.serving.sizes import MemorySizes
+from lora_moe_jax.serving.steps import allocate_pages
+from tests.adapters.tables import GOLDEN
+from tests.serving.conftest import OPTIONS
+
+BASES = {family: GOLDEN / family / "base" for family in ("qwen3_moe", "deepseek_v3")}
+DEFAULTS = {"page_size": 16, "prefill_chunk": None}
+
+
+def planned(family: str, mesh=None, targets=None, **changes):
+    config = read_config(BASES[family])
+    options = EngineOptions.resolve(config, **OPTIONS | DEFAULTS | changes)
+    slots = slot_config(config, options, targets, False)
+    model = abstract_model(config, dtype=options.dtype, adapters=slots, mesh=mesh)
+    return config, options, slots, MemorySizes.of(model, options, mesh)
+
+
+def test_sizes_are_those_of_the_engine(engine):
+    one = engine("deepseek_v3")
+    *_, found = planned("deepseek_v3")
+    stats = one.stats()
+    assert (found.bank, found.cache) == (stats.bank_bytes, stats.cache_bytes)
+    assert found.weights == sum(array.nbytes for array in one._runner.steps.arrays.base)
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_sizes_on_a_mesh_are_those_of_one_device(family):
+    mesh = jax.make_mesh((2, 2), ("expert", "tensor"))
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    config, options, slots, found = planned(family, mesh, max_adapters=1)
+    checkpoint = Checkpoint.open(BASES[family], config)
+    model = load_model(checkpoint, config, dtype="float32", adapters=slots, mesh=mesh)
+    pages = allocate_pages(
+        model, config, mesh, pages=options.pages, page_size=16, dtype=options.dtype
+    )
+
+    def local(tree) -> int:
+        return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
+
+    _, bank, base = nnx.split(model, LoraParam, ...)
+    assert found == MemorySizes(local(base), local(bank), local(pages))
+    assert found.weights < planned(family, max_adapters=1)[-1].weights
+
+
+def test_fewer_targets_make_a_smaller_bank():
+    *_, every = planned("qwen3_moe")
+    *_, some = planned("qwen3_moe", targets=["q_proj", "o_proj"])
+    *_, none = planned("qwen3_moe", max_adapters=0)
+    assert 0 == none.bank < some.bank < every.bank
+    assert some.weights == every.weights and some.cache == every.cache
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("found", "key", "hint"),
+    [
+        (MemorySizes(9 * GIB, 1, 1), "mesh", "more devices"),
+        (MemorySizes(4 * GIB, 6 * GIB, 1 * GIB), "max_adapters", "target_modules"),
+        (MemorySizes(4 * GIB, 1 * GIB, 6 * GIB), "cache_tokens", "max_length"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_sizes(found, key, hint):
+    with pytest.raises(ConfigError, match="does not fit") as caught:
+        found.check(8 * GIB)
+    assert caught.value.key == key and hint in caught.value.hint
+    assert "8.00 GiB" in caught.value.expected and "weights" in caught.value.found
+    found.check(20 * GIB)
+    found.check(None)
+
+
+def test_the_engine_refuses_before_it_allocates(monkeypatch, capsys):
+    def never(*arguments, **options):
+        raise AssertionError("it allocates")
+
+    *_, needed = planned("qwen3_moe")
+    total = needed.weights + needed.bank + needed.cache
+    monkeypatch.setattr(engine_module, "free_bytes", lambda mesh: total - 1)
+    monkeypatch.setattr(engine_module, "load_model", never)
+    with pytest.raises(ConfigError, match="does not fit"):
+        Engine.from_pretrained(BASES["qwen3_moe"], **OPTIONS, progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["weights", "bank", "cache"]
+    assert all(line.endswith("MiB") for line in lines)
+    monkeypatch.setattr(engine_module, "free_bytes", lambda mesh: total)
+    with pytest.raises(AssertionError, match="it allocates"):
+        Engine.from_pretrained(BASES["qwen3_moe"], **OPTIONS)
+
+
+class FakeDevice:
+    def __init__(self, stats):
+        self._stats = stats
+
+    def memory_stats(self):
+        return self._stats
+
+
+def test_free_memory_is_that_of_the_fullest_device(monkeypatch):
+    def devices(*stats):
+        monkeypatch.setattr(sizes.jax, "local_devices", lambda: [FakeDevice(s) for s in stats])
+
+    devices({"bytes_limit": 100, "bytes_in_use": 30})
+    assert sizes.free_bytes(None) == 70
+    devices(None)
+    assert sizes.free_bytes(None) is None
+
+    class Mesh:
+        local_devices = [
+            FakeDevice({"bytes_limit": 100, "bytes_in_use": used}) for used in (10, 60, 5)
+        ]
+
+    assert sizes.free_bytes(Mesh) == 40
