@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -142,17 +143,18 @@ class Steps:
         self.waited = 0.0
         self._lost = False
         self._compiled: dict[str, Any] = {}
-        jobs = {}
-        for size in token_buckets:
-            hidden = jax.ShapeDtypeStruct((size, config.hidden_size), arrays.base[0].dtype)
-            flat = jax.ShapeDtypeStruct((size,), jnp.int32)
-            jobs[f"step[{size}]"] = self._job(step, size)
-            jobs[f"score[{size}]"] = _Job(score_rows, (hidden, flat, flat), ())
+        self._lowering = threading.Lock()
+        # What the compiler works on for longest comes first.
+        jobs = {f"step[{size}]": self._job(step, size) for size in reversed(token_buckets)}
         if decode_steps > 1:
             function = functools.partial(decode, decode_steps)
             jobs[f"decode[{token_buckets[0]}] × {decode_steps}"] = self._job(
                 function, token_buckets[0]
             )
+        for size in token_buckets:
+            hidden = jax.ShapeDtypeStruct((size, config.hidden_size), arrays.base[0].dtype)
+            flat = jax.ShapeDtypeStruct((size,), jnp.int32)
+            jobs[f"score[{size}]"] = _Job(score_rows, (hidden, flat, flat), ())
         logits = jax.ShapeDtypeStruct((requests, config.vocab_size), jnp.float32)
         rows = jax.ShapeDtypeStruct((self.layout.row_size,), jnp.int32)
         function = functools.partial(filter_rows, self.layout)
@@ -233,7 +235,10 @@ class Steps:
         arguments = (self.arrays.base, self.arrays.bank_leaves(), *job.inputs)
         if self.arrays.mesh is not None:
             bound, arguments = self._on_mesh(bound, arguments, job.inputs[0] is self.pages)
-        return jax.jit(bound, donate_argnums=job.donated).lower(*arguments).compile()
+        # Tracing and lowering are Python, which threads would only slow down; compiling is not.
+        with self._lowering:
+            lowered = jax.jit(bound, donate_argnums=job.donated).lower(*arguments)
+        return lowered.compile()
 
     def _on_mesh(self, bound, arguments, with_pages: bool):
         """Splits weights, bank and pages as the mesh asks; everything else is replicated."""
