@@ -7,6 +7,7 @@ This package depends on JAX alone.
 
 from pallas_kernels.grouped_lora_matmul.api import Lora, grouped_lora_matmul, lora_matmul
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.head_rotation.api import rotate, rotate_and_cache
 from pallas_kernels.moe_mlp.api import moe_mlp
 from pallas_kernels.paged_attention.api import (
     PageView,
@@ -30,6 +31,8 @@ __all__ = [
     "paged_attention",
     "paged_latent_attention",
     "rms_norm",
+    "rotate",
+    "rotate_and_cache",
     "routing_plan",
     "row_sum",
     "write_pages",

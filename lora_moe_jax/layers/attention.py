@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -12,8 +13,8 @@ from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.cache import LayerCache
 from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
 from lora_moe_jax.layers.norm import RmsNorm
-from lora_moe_jax.layers.rope import apply_rope
-from pallas_kernels import paged_attention, write_pages
+from lora_moe_jax.layers.rope import cos_sin
+from pallas_kernels import paged_attention, rotate_and_cache
 
 
 class Attention(nnx.Module):
@@ -54,15 +55,19 @@ class Attention(nnx.Module):
         token_slots: Int[Array, " tokens"],
         cache: LayerCache,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
-        tokens, width, rope = x.shape[0], self.config.head_dim, self.config.rope
-        q, k, v = (part.reshape(tokens, -1, width) for part in self.qkv_proj(x, token_slots))
-        q = apply_rope(self.q_norm(q), positions, rope)
-        k = apply_rope(self.k_norm(self._local_kv(k)), positions, rope)
-        v = self._local_kv(v)
-        cache = cache._replace(
-            first=write_pages(cache.first, k, cache.view),
-            second=write_pages(cache.second, v, cache.view),
+        tokens, width = x.shape[0], self.config.head_dim
+        heads = self.qkv_proj.joined(x, token_slots).reshape(tokens, -1, width)
+        q, first, second = rotate_and_cache(
+            self._local_heads(heads),
+            self.q_norm.weight[...],
+            self.k_norm.weight[...],
+            *cos_sin(positions, self.config.rope),
+            cache.first,
+            cache.second,
+            cache.view,
+            eps=self.config.rms_norm_eps,
         )
+        cache = cache._replace(first=first, second=second)
         out = paged_attention(
             q,
             cache.first,
@@ -73,9 +78,12 @@ class Attention(nnx.Module):
         )
         return self.o_proj(out.reshape(tokens, -1), token_slots), cache
 
-    def _local_kv(self, heads: jax.Array) -> jax.Array:
+    def _local_heads(self, heads: jax.Array) -> jax.Array:
+        """Queries, and of keys and values the heads that this device keeps."""
         if not self.kv_replicated:
             return heads
-        devices = lax.axis_size(self.axes.tensor)
-        head = self.axes.index(self.axes.tensor) * self.config.num_kv_heads // devices
-        return lax.dynamic_slice_in_dim(heads, head, 1, axis=1)
+        kv_heads, devices = self.config.num_kv_heads, lax.axis_size(self.axes.tensor)
+        q, keys, values = jnp.split(heads, [-2 * kv_heads, -kv_heads], axis=1)
+        head = self.axes.index(self.axes.tensor) * kv_heads // devices
+        mine = (lax.dynamic_slice_in_dim(kv, head, 1, axis=1) for kv in (keys, values))
+        return jnp.concatenate([q, *mine], axis=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -101,11 +103,19 @@ class FusedLinear(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens in"], token_slots: Int[Array, " tokens"]
     ) -> list[jax.Array]:
+        y = self.joined(x, token_slots)
+        return jnp.split(y, np.cumsum(self.widths)[:-1], axis=1)
+
+    def joined(
+        self, x: Float[Array, "tokens in"], token_slots: Int[Array, " tokens"]
+    ) -> Float[Array, "tokens out"]:
+        """All parts in one array, one after the other."""
         lora = tuple(lora_of(slots) for slots in self.slots)
         y = lora_matmul(x, self.weight[...], token_slots, lora, parts=self.widths)
-        parts, start = [], 0
-        for width, bias in zip(self.widths, self.biases, strict=True):
-            part = y[:, start : start + width]
-            parts.append(part if bias is None else part + bias[...])
-            start += width
-        return parts
+        if not any(bias is not None for bias in self.biases):
+            return y
+        biases = [
+            jnp.zeros(width, y.dtype) if bias is None else bias[...]
+            for width, bias in zip(self.widths, self.biases, strict=True)
+        ]
+        return y + jnp.concatenate(biases)

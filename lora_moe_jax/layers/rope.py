@@ -6,10 +6,10 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from lora_moe_jax.config.model import RopeConfig
+from pallas_kernels import rotate
 
 
 def apply_rope(
@@ -20,20 +20,19 @@ def apply_rope(
     Interleaved pairs (2j, 2j+1) come out de-interleaved, as DeepSeek-V3 writes them; scores do
     not depend on the order as queries and keys share it.
     """
-    half = rope.dim // 2
+    rotated, rest = x[..., : rope.dim], x[..., rope.dim :]
+    if rope.interleaved:
+        rotated = jnp.concatenate([rotated[..., 0::2], rotated[..., 1::2]], axis=-1)
+    return jnp.concatenate([rotate(rotated, *cos_sin(positions, rope)), rest], axis=-1)
+
+
+def cos_sin(
+    positions: Int[Array, " tokens"], rope: RopeConfig
+) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+    """float32 cosines and sines of each pair's angle."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(rope))
     factor = attention_factor(rope)
-    cos, sin = (jnp.expand_dims(f(angles) * factor, 1) for f in (jnp.cos, jnp.sin))
-    wide = x[..., : rope.dim].astype(jnp.float32)
-    if rope.interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    else:
-        first, second = wide[..., :half], wide[..., half:]
-    # Of two products that are added, the compiler may fuse either with the addition, and rounds
-    # differently. Behind the barrier one of them is a finished number.
-    first_sin, second_sin = lax.optimization_barrier((first * sin, second * sin))
-    rotated = jnp.concatenate([first * cos - second_sin, second * cos + first_sin], axis=-1)
-    return jnp.concatenate([rotated.astype(x.dtype), x[..., rope.dim :]], axis=-1)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def inverse_frequencies(rope: RopeConfig) -> np.ndarray:

@@ -1,0 +1,73 @@
+"""What a grouped attention does with its heads before it attends: norm, rotate, cache.
+
+Letters: T tokens, H query heads, G key/value heads, D head width, P pages.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.head_rotation import xla
+from pallas_kernels.implementation import implementation_module
+from pallas_kernels.paged_attention.api import PageView
+
+IMPLEMENTATIONS = ("xla", "triton")
+
+
+def rotate_and_cache(
+    heads: Float[Array, "tokens all_heads width"],
+    q_weight: Float[Array, " width"],
+    k_weight: Float[Array, " width"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+    k_pages: Float[Array, "pages page_size kv_heads width"],
+    v_pages: Float[Array, "pages page_size kv_heads width"],
+    view: PageView,
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normed and rotated queries, and the pages with normed, rotated keys and with values.
+
+    Args:
+      heads: of each token H query heads, G key heads and G value heads.
+      q_weight, k_weight: of the RMS norm over each head, see `rms_norm`.
+      cos, sin: float32, of the angle of each pair of features (j, j + D / 2).
+      implementation: "xla" or "triton" (GPUs, D a power of two); None takes what serves the
+        platform and the shapes best. Their bits differ; a token's depend on that token alone.
+
+    Returns:
+      q [T, H, D], k_pages, v_pages. Padding tokens, and positions past the page table, are not
+      cached.
+
+    Raises:
+      NotImplementedError: an implementation that does not exist or cannot serve these shapes.
+    """
+    return _backend(implementation, heads).rotate_and_cache(
+        heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps
+    )
+
+
+def rotate(
+    x: Float[Array, "tokens heads width"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+) -> Float[Array, "tokens heads width"]:
+    """Rotates each pair of features (j, j + width / 2) in float32."""
+    return xla.rotate(x, cos, sin)
+
+
+def _backend(implementation: str | None, heads) -> ModuleType:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise NotImplementedError(f"{implementation=} is not one of {IMPLEMENTATIONS}")
+    if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
+        return xla
+    width = heads.shape[2]
+    if width & (width - 1):
+        if implementation is not None:
+            raise NotImplementedError(f"triton: the width must be a power of two ({heads.shape=})")
+        return xla
+    return implementation_module("pallas_kernels.head_rotation", "triton")

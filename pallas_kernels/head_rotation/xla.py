@@ -1,0 +1,27 @@
+"""Plain JAX, one operation after the other."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention.api import write_pages
+from pallas_kernels.row_reduce.api import rms_norm
+
+
+def rotate_and_cache(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps):
+    kv_heads = k_pages.shape[2]
+    q, k, v = jnp.split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], axis=1)
+    q = rotate(rms_norm(q, q_weight, eps), cos, sin)
+    k = rotate(rms_norm(k, k_weight, eps), cos, sin)
+    return q, write_pages(k_pages, k, view), write_pages(v_pages, v, view)
+
+
+def rotate(x, cos, sin):
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    # Of two products that are added, the compiler may fuse either with the addition, and rounds
+    # differently. Behind the barrier one of them is a finished number.
+    first_sin, second_sin = lax.optimization_barrier((first * sin, second * sin))
+    rotated = jnp.concatenate([first * cos - second_sin, second * cos + first_sin], axis=-1)
+    return rotated.astype(x.dtype)
