@@ -11,6 +11,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -34,7 +35,7 @@ class Lora(NamedTuple):
     scaling: Float[Array, "slots s_groups"]
 
 
-IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
+IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "mosaic_tpu")
 
 
 def grouped_lora_matmul(
@@ -114,14 +115,19 @@ def choose_backend(implementation: str | None, x, w, lora, parts) -> ModuleType:
         raise NotImplementedError(
             f"{implementation=} is not one of {IMPLEMENTATIONS} ({x.shape=}, {w.shape=})"
         )
-    backend = _module(implementation or platform_implementation())
-    try:
-        backend.check(x, w, lora, parts)
-    except NotImplementedError:
-        if implementation is not None:
-            raise
-        backend = _module("xla")
-    return backend
+    names = [implementation]
+    if implementation is None:
+        general = ["triton"] if jax.default_backend() == "gpu" else []
+        names = [platform_implementation(), *general, "xla"]
+    *first, last = map(_module, dict.fromkeys(names))
+    for backend in first:
+        try:
+            backend.check(x, w, lora, parts)
+        except NotImplementedError:
+            continue
+        return backend
+    last.check(x, w, lora, parts)
+    return last
 
 
 def _module(implementation: str) -> ModuleType:

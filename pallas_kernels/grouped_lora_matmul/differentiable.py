@@ -1,6 +1,6 @@
 """`grouped_lora_matmul` and its gradients, over any backend.
 
-A backend is a module (`xla`, `mosaic_gpu`, `mosaic_tpu`) with these functions, none of which is
+A backend is a module (`xla`, `triton`, `mosaic_gpu`, `mosaic_tpu`) with these functions, none of which is
 differentiable by itself. Letters as in `api.py`; u is a backend's own array type for [M, R].
 
     check(x, w, lora, parts)

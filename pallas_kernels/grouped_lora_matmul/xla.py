@@ -90,7 +90,7 @@ def _add_terms(y, rows, tables, u, factors, starts):
 
     def add(piece, u, factors):
         for values, factor in zip(u, factors, strict=True):
-            index = _matrix_of_row(tables, factor)
+            index = matrix_of_row(tables, factor)
             piece = jnp.where(adapted[:, None], _expand_rows(piece, values, factor, index), piece)
         return piece
 
@@ -125,10 +125,10 @@ def shrink(x, tables: Tables, factors, starts, scalings):
 
     def of_term(factor, start, scaling):
         columns = lax.slice_in_dim(x, start, start + factor.shape[3], axis=1)
-        u = _shrink_rows(columns, factor, _matrix_of_row(tables, factor), dtype)
+        u = _shrink_rows(columns, factor, matrix_of_row(tables, factor), dtype)
         if scaling is None:
             return u
-        return u * scaling.reshape(-1)[_matrix_of_row(tables, scaling)][:, None]
+        return u * scaling.reshape(-1)[matrix_of_row(tables, scaling)][:, None]
 
     def every(factors, scalings):
         return tuple(map(of_term, factors, starts, scalings))
@@ -139,7 +139,7 @@ def shrink(x, tables: Tables, factors, starts, scalings):
     return lax.cond(jnp.any(tables.row_slots >= 0), every, none, factors, scalings)
 
 
-def _matrix_of_row(tables: Tables, factor):
+def matrix_of_row(tables: Tables, factor):
     """Where each row finds its matrix once the first two axes, [S, G or 1], are one.
 
     Rows without an adapter read slot 0; what they make of it is dropped by a select.
