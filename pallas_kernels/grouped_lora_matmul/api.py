@@ -80,7 +80,8 @@ def grouped_lora_matmul(
       gate: N is `[gate | up]`, and the result is the gate's function of both, in the epilogue of
         the product.
       implementation: one of `IMPLEMENTATIONS`. None: the platform's kernels where they serve these
-        shapes and dtypes ("mosaic_gpu" on Hopper GPUs, "mosaic_tpu" on TPUs), else "xla".
+        shapes and dtypes ("mosaic_gpu" on Hopper GPUs, then "triton" on any; "mosaic_tpu" on
+        TPUs), else "xla".
 
     Returns:
       `[M, N]` in x's dtype, `[M, N / 2]` with a gate; products accumulate in float32 (float64 for
