@@ -1,7 +1,8 @@
 """`grouped_lora_matmul` and its gradients, over any backend.
 
 A backend is a module (`xla`, `triton`, `mosaic_gpu`, `mosaic_tpu`) with these functions, none of
-which is differentiable by itself. Letters as in `api.py`; u is a backend's own array type for [M, R].
+which is differentiable by itself. Letters as in `api.py`; u is a backend's own array type for
+[M, R].
 
     check(x, w, lora, parts)
         Raises NotImplementedError, naming the shapes, for what it cannot serve.
