@@ -22,9 +22,9 @@ def read_finite(
       expert_of: tells the error which expert an index of a packed tensor belongs to.
 
     Raises:
-      AdapterError: a value is not finite.
+      AdapterError: a value is not finite, or the file is not what it was any more.
     """
-    tensor = np.array(file.view(name))
+    tensor = file.read(name)
     if not _all_finite(tensor, file.tensors[name].dtype):
         index = tuple(int(i) for i in np.argwhere(~np.isfinite(tensor))[0])
         owner = "" if expert_of is None else f", of expert {expert_of(index)}"

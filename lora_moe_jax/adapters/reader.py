@@ -70,6 +70,7 @@ def read_with_file(
     check_coverage(sites, table, targets, file.path)
     assembler = Assembler(file, table, targets, max_rank)
     pairs = assembler.pairs(sites)
+    file.check_unchanged()
     ordered = {name: pairs[name] for name in projections if name in pairs}
     return Adapter(ordered, _layout(sites, table, file), config), file
 

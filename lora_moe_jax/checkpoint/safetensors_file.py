@@ -1,4 +1,7 @@
-"""One safetensors file: its header, fully checked, and its tensors as views of the mapped file.
+"""One safetensors file: its header, fully checked, and its tensors, copied or as views of a map.
+
+A mapped file must stay as it is: whoever reads a view past its new end is killed (SIGBUS). So what
+others may be writing while a server runs is copied with `read`.
 
 The format is an 8-byte little-endian header length, a JSON header, and the data:
 `{"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, "__metadata__": {...}}`.
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,10 +88,12 @@ class SafetensorsFile:
                     "no file of this name",
                     hint=None,
                 )
-            with open(self.path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                header = self._read_header(file, size)
-                self._bytes = np.memmap(file, dtype=np.uint8, mode="r")
+            self._file = open(self.path, "rb")
+            weakref.finalize(self, self._file.close)
+            self._state = self._now()
+            size = self._state[0]
+            header = self._read_header(self._file, size)
+            self._bytes = np.memmap(self._file, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as cause:  # ValueError: a NUL in the path, or an empty file
             raise self._refuse("the file cannot be read", found=cause, hint=None) from cause
         self._data_start = 8 + len(header)
@@ -104,15 +110,47 @@ class SafetensorsFile:
         Raises:
           error: there is no such tensor, or NumPy has no such type.
         """
+        tensor, dtype = self._find(name)
+        start = self._data_start + tensor.start
+        return np.ndarray(tensor.shape, dtype, buffer=self._bytes, offset=start)
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy of the tensor, read from the file.
+
+        Raises:
+          error: as `view`; or the file has become shorter or cannot be read any more.
+        """
+        tensor, dtype = self._find(name)
+        data = np.empty(tensor.stop - tensor.start, np.uint8)
+        try:
+            self._file.seek(self._data_start + tensor.start)
+            count = self._file.readinto(data)
+        except OSError as cause:
+            raise self._refuse("the file cannot be read", found=cause, key=name) from cause
+        if count < len(data):
+            raise self._changed(f"{count} bytes of {len(data)}", name)
+        return data.view(dtype).reshape(tensor.shape)
+
+    def check_unchanged(self) -> None:
+        """After reading: raises `error` if somebody has written the file meanwhile."""
+        if self._now() != self._state:
+            raise self._changed("another size or time of writing")
+
+    def _now(self) -> tuple[int, int]:
+        state = os.fstat(self._file.fileno())
+        return state.st_size, state.st_mtime_ns
+
+    def _changed(self, found: str, key: str | None = None) -> LoraMoeError:
+        expected, hint = "the file as it was when it was opened", "try again when it is complete"
+        return self._refuse("the file was changed while it was read", expected, found, key, hint)
+
+    def _find(self, name: str) -> tuple[StoredTensor, np.dtype]:
         tensor = self.tensors.get(name)
         found = tensor.dtype if tensor else "no such tensor"
         if found not in NUMPY_DTYPES:
             expected = ", ".join(NUMPY_DTYPES)
             raise self._refuse("a tensor cannot be read", expected, found, name, hint=None)
-        start = self._data_start + tensor.start
-        return np.ndarray(
-            tensor.shape, NUMPY_DTYPES[tensor.dtype], buffer=self._bytes, offset=start
-        )
+        return tensor, NUMPY_DTYPES[tensor.dtype]
 
     def _refuse(
         self,

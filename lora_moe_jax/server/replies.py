@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -91,12 +92,12 @@ class CompletionReply:
         likely = [self._likely(delta) for delta in deltas]
         return {
             "tokens": [self._token(delta.token_id) for delta in deltas],
-            "token_logprobs": [delta.logprob for delta in deltas],
+            "token_logprobs": [_number(delta.logprob) for delta in deltas],
             "top_logprobs": likely if any(likely) else None,
             "text_offset": offsets,
         }
 
-    def _likely(self, delta: Delta) -> dict[str, float]:
+    def _likely(self, delta: Delta) -> dict[str, float | None]:
         """Logprobs of the most likely tokens, and of the one that was chosen, by their text.
 
         Of tokens that look alike, as parts of characters do, the most likely stands for all.
@@ -105,7 +106,7 @@ class CompletionReply:
             return {}
         likely = {}
         for token, logprob in [*delta.top_logprobs, (delta.token_id, delta.logprob)]:
-            likely.setdefault(self._token(token), logprob)
+            likely.setdefault(self._token(token), _number(logprob))
         return likely
 
     def _token(self, token_id: int) -> str:
@@ -144,12 +145,17 @@ class ChatReply(CompletionReply):
         whole = "\N{REPLACEMENT CHARACTER}" not in token
         return {
             "token": token,
-            "logprob": logprob,
+            "logprob": _number(logprob),
             "bytes": list(token.encode()) if whole else None,
         }
 
 
+def _number(logprob: float) -> float | None:
+    """JSON has no NaN and no infinity: an adapter may be finite, and what it gives not."""
+    return logprob if math.isfinite(logprob) else None
+
+
 def event(data: dict | str) -> str:
     """A server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
     return f"data: {text}\n\n"

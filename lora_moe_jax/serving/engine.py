@@ -27,6 +27,7 @@ from lora_moe_jax.parallel.mesh import automatic
 from lora_moe_jax.serving.compile_cache import use_compile_cache
 from lora_moe_jax.serving.compile_guard import compile_count, no_compile
 from lora_moe_jax.serving.intake import Intake, Prompt
+from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.serving.options import EngineOptions, slot_config
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.progress import progress_bar
@@ -228,10 +229,12 @@ class Engine:
         self._check_bank()
         adapter = self._read_adapter(source)
         self.bank.check(adapter)
-        info = self._adapters.add(name, adapter).info
-        self._runner.scheduler.drop_unloaded()
+        with uninterrupted():
+            info = self._adapters.add(name, adapter).info
+            self._runner.scheduler.drop_unloaded()
         return info
 
+    @uninterrupted()
     def update_adapter(
         self, name: str, params: Adapter | Mapping[str, LoraPair | Lora | KvBLora]
     ) -> AdapterInfo:
@@ -293,6 +296,7 @@ class Engine:
             )
         return read_adapter(source, self.bank.projections, max_rank=self.options.max_rank)
 
+    @uninterrupted()
     def unload_adapter(self, name: str, when_busy: Literal["refuse", "finish"] = "refuse") -> None:
         """Forgets an adapter and frees what it has.
 
@@ -306,6 +310,7 @@ class Engine:
         self._adapters.remove(name, when_busy)
         self._runner.scheduler.drop_unloaded()
 
+    @uninterrupted()
     def pin_adapter(self, name: str) -> AdapterInfo:
         """Puts an adapter into a slot and keeps it there, under this name, until it is unpinned.
 
@@ -319,6 +324,7 @@ class Engine:
         self._runner.scheduler.look_again()
         return self._adapters.pin(name)
 
+    @uninterrupted()
     def unpin_adapter(self, name: str) -> AdapterInfo:
         """Lets others take the adapter's slot again. Raises AdapterError if it is not loaded."""
         self._runner.scheduler.look_again()
@@ -351,11 +357,9 @@ class Engine:
           RequestError: a request that cannot be served, or (QueueFullError) not now; none has been
             started then.
         """
-        completions = {}
-        for delta in self.stream(prompts, params, adapters, priority):
-            if delta.completion is not None:
-                completions[delta.index] = delta.completion
-        return [completions[index] for index in range(len(prompts))]
+        with self.stream(prompts, params, adapters, priority) as deltas:
+            ends = [delta for delta in deltas if delta.completion is not None]
+        return [end.completion for end in sorted(ends, key=lambda end: end.index)]
 
     def stream(
         self,
@@ -389,9 +393,10 @@ class Engine:
           RequestError: a sequence that cannot be scored, or (QueueFullError) not now; none has been
             started then.
         """
-        stream = self._open_scores(token_ids, adapters, return_logits, top_logprobs, priority)
-        for _ in stream:
-            raise AssertionError("scoring yields no tokens")
+        arguments = token_ids, adapters, return_logits, top_logprobs, priority
+        with self._open_scores(*arguments) as stream:  # an interrupt ends it
+            for _ in stream:
+                raise AssertionError("scoring yields no tokens")
         return scores(stream.requests)
 
     def _open_scores(self, *arguments) -> RequestStream:
@@ -411,6 +416,7 @@ class Engine:
 
     # Memory
 
+    @uninterrupted()
     def sleep(self, level: Literal[1, 2] = 1, abort: bool = False) -> None:
         """Gives memory on the device to others until `wake`; until then no request is taken.
 
@@ -451,6 +457,7 @@ class Engine:
             free(self.bank.arrays)
         self._asleep = max(self._asleep, level)
 
+    @uninterrupted()
     def wake(self) -> None:
         """Takes the memory back that `sleep` gave away; harmless when awake."""
         if self._asleep == 2:

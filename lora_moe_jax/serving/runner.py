@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from lora_moe_jax.serving.compile_guard import no_compile
+from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.serving.request import (
     Completion,
     Delta,
@@ -75,6 +76,7 @@ class Runner:
         self._streams: dict[Request, TextStream] = {}
         self.deltas: dict[Request, deque[Delta]] = {}
 
+    @uninterrupted()
     def run(self, requests: Sequence[Request]) -> Iterator[Delta]:
         """Steps the engine until these requests are done; others that are running go along."""
         for request in requests:
@@ -101,16 +103,22 @@ class Runner:
                 if unfinished and not any(request.done for request in unfinished):
                     self.step()
         finally:
-            for request in requests:
-                self._finish(request)
-                self.deltas.pop(request, None)
-                self._streams.pop(request, None)
+            self.forget(requests)
+
+    @uninterrupted()
+    def forget(self, requests: Sequence[Request]) -> None:
+        """Ends requests that have not ended, silently; harmless a second time."""
+        for request in requests:
+            self._finish(request)
+            self.deltas.pop(request, None)
+            self._streams.pop(request, None)
 
     @property
     def host_ms_per_step(self) -> float:
         """What the host did for a step on average, waiting for results apart."""
         return 1e3 * self._host_seconds / max(self.counts["steps"], 1)
 
+    @uninterrupted()
     def step(self) -> None:
         """Begins a step of all running requests, and reads the one before it into `deltas`.
 
@@ -164,6 +172,7 @@ class Runner:
         wanted = any(chunk.request.return_logits for chunk in chunks)
         return Scores(logprobs, logits if wanted else None, top)
 
+    @uninterrupted()
     def drain(self) -> None:
         """Reads what is under way; the device has no step to do then."""
         with self._starting_over():
@@ -240,6 +249,7 @@ class Runner:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(request.tokens) > request.capacity else None
 
+    @uninterrupted()
     def abort(self, request: Request) -> None:
         """Ends a request, with what it has, unless it has ended.
 

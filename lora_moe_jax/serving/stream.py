@@ -53,6 +53,7 @@ class RequestStream:
     def close(self) -> None:
         """Ends the requests that are not done; harmless when all are."""
         self._deltas.close()
+        self._runner.forget(self.requests)  # where an interrupt came as the deltas ended
 
     def __enter__(self) -> RequestStream:
         return self

@@ -231,7 +231,7 @@ def test_kernels_that_cannot_serve_the_shapes_say_so():
 
 
 def test_a_platform_without_its_kernels_for_these_shapes_takes_plain_jax(monkeypatch):
-    monkeypatch.setattr(api, "_platform_implementation", lambda: "mosaic_tpu")
+    monkeypatch.setattr(api, "platform_implementation", lambda: "mosaic_tpu")
     wide = GOOD["x"].astype(np.float16), GOOD["w"].astype(np.float16)
     assert api.choose_backend(None, *wide, (None,), (10,)) is xla
     with pytest.raises(NotImplementedError, match="mosaic_tpu"):

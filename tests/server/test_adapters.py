@@ -111,6 +111,24 @@ def test_bad_adapters_and_names(admin, quiet):
     assert key in refusal(load(admin, "new", "quiet"), 400)
 
 
+def test_what_overflows_has_no_logprobs(admin, engine, quiet):
+    """Its values are finite, what they give is not: JSON has no number for that."""
+    path = quiet / "adapter_model.safetensors"
+    save_file({key: np.full_like(x, 1e30) for key, x in load_file(path).items()}, path)
+    assert load(admin, "huge", "quiet").status_code == 200
+    asked = GREEDY | {"model": "huge", "ignore_eos": True, "logprobs": 2}
+    whole = admin.post("/v1/completions", json=asked)
+    assert whole.status_code == 200, whole.text
+    assert whole.json()["choices"][0]["logprobs"]["token_logprobs"] == [None] * 6
+    events = admin.post("/v1/completions", json=asked | {"stream": True}).text
+    assert "NaN" not in events and "Infinity" not in events and "[DONE]" in events
+    talk = {"model": "huge", "messages": [{"role": "user", "content": "x"}], "logprobs": True}
+    chat = admin.post("/v1/chat/completions", json=talk | {"max_tokens": 2, "temperature": 0})
+    assert chat.status_code == 200, chat.text
+    assert chat.json()["choices"][0]["logprobs"]["content"][0]["logprob"] is None
+    assert unload(admin, "huge").status_code == 200
+
+
 def test_bad_bodies(admin):
     for path in ("load", "unload"):
         for body in ({}, {"lora_name": 5, "lora_path": "x"}, {"lora_name": "a", "wat": 1}):

@@ -1,0 +1,343 @@
+"""Random operations on the pocket model's engine: books that agree, and outputs that are right.
+
+Every output is compared with that of the same request alone, in the same engine, before: no request
+may see another's cache, or another adapter's weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from lora_moe_jax import AdapterError, Engine, RequestStream, read_adapter
+from lora_moe_jax.adapters import Adapter
+from lora_moe_jax.pocket import ADAPTERS, BASE
+from lora_moe_jax.serving.request import Request
+from tests.serving.helpers import bits, greedy, prompts, sampled
+
+OPTIONS = {
+    "dtype": "float32",
+    "max_adapters": 2,
+    "max_rank": 16,
+    "max_requests": 3,
+    "max_length": 48,
+    "page_size": 8,
+    "token_buckets": (16,),
+    "cache_tokens": 72,
+    "max_logprobs": 0,
+}
+MOST = 12
+LONG = prompts([26], seed=1)[0]
+PROMPTS = [*prompts([1, 9]), LONG[:18], LONG]  # the last two begin alike
+PARAMS = [lambda count: greedy(count), lambda count: sampled(7, count)]
+NAMES = ("p", "q", "r")
+SOURCES = sorted(ADAPTERS)
+
+
+@dataclass(frozen=True)
+class World:
+    """An engine without adapters, and what each of them gives alone.
+
+    Attributes:
+      adapters: by source, in memory.
+      slots: the same as arrays on the device.
+      outputs: tokens and logprobs by source, prompt and kind of sampling.
+      scores: by source and prompt.
+    """
+
+    engine: Engine
+    adapters: dict[str, Adapter]
+    slots: dict[str, dict]
+    outputs: dict[tuple, tuple]
+    scores: dict[tuple, bytes]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    engine = Engine.from_pretrained(BASE, **OPTIONS)
+    made = World(engine, {}, {}, {}, {})
+    engine._runner.scheduler.prefix_cache = False
+    for source in (None, *SOURCES):
+        name = None
+        if source is not None:
+            name = "alone"
+            made.adapters[source] = read_adapter(ADAPTERS[source], engine.bank.projections)
+            slot = engine.load_adapter(name, made.adapters[source]).slot
+            made.slots[source] = jax.tree.map(lambda x, slot=slot: x[slot], engine.bank.arrays)
+            engine.update_adapter(name, made.slots[source])  # compiles for the first
+            engine.unload_adapter(name)
+            engine.load_adapter(name, made.adapters[source])
+        for place, prompt in enumerate(PROMPTS):
+            for kind, params in enumerate(PARAMS):
+                (out,) = engine.generate([prompt], params(MOST), [name])
+                made.outputs[source, place, kind] = bits(out)
+            made.scores[source, place] = engine.score([prompt], [name])[0].logprobs.tobytes()
+        if name is not None:
+            engine.unload_adapter(name)
+    engine._runner.scheduler.prefix_cache = True
+    for place in range(1, len(PROMPTS)):
+        alone = {made.scores[source, place] for source in (None, *SOURCES)}
+        assert len(alone) == 1 + len(SOURCES), "a wrong adapter would be noticed"
+    return made
+
+
+@dataclass(eq=False)
+class Open:
+    """A stream, with what each of its requests should give and has given."""
+
+    stream: RequestStream
+    expected: list[tuple]
+    counts: list[int]
+    named: list[tuple[str | None, int | None]]
+    found: list[list]
+
+    def read(self, count: int) -> bool:
+        """Takes so many deltas; whether there are no more."""
+        for _ in range(count):
+            delta = next(self.stream, None)
+            if delta is None:
+                assert all(found and found[-1] is None for found in self.found), "one was lost"
+                return True
+            found = self.found[delta.index]
+            assert not found or found[-1] is not None, "something came after the end"
+            if delta.token_id is not None:
+                found.append((delta.token_id, np.float32(delta.logprob).tobytes()))
+            if delta.completion is not None:
+                self._check_end(delta.index, delta.completion)
+                found.append(None)
+        return False
+
+    def _check_end(self, index: int, completion) -> None:
+        assert (completion.adapter, completion.adapter_version) == self.named[index]
+        tokens, logprobs = bits(completion)
+        count = len(tokens)
+        if completion.finish_reason != "abort":
+            assert count == self.counts[index]
+        wanted, wanted_logprobs = self.expected[index]
+        assert (tokens, logprobs) == (wanted[:count], wanted_logprobs[: 4 * count])
+        came = [token for token, _ in self.found[index]]
+        assert came == list(tokens)
+        assert b"".join(logprob for _, logprob in self.found[index]) == logprobs
+
+
+class Machine(RuleBasedStateMachine):
+    """Three names over two slots, three rows, and pages for fewer requests than rows."""
+
+    def __init__(self, world: World):
+        super().__init__()
+        self.world, self.engine = world, world.engine
+        self.compilations = self.engine.stats().compilations
+        self.loaded: dict[str, tuple[str, int]] = {}  # name -> source, version
+        self.pinned: set[str] = set()
+        self.open: list[Open] = []
+
+    names, sources = st.sampled_from(NAMES), st.sampled_from(SOURCES)
+    places, kinds = st.integers(0, len(PROMPTS) - 1), st.integers(0, len(PARAMS) - 1)
+
+    def unfinished(self, name: str) -> list[Request]:
+        """Those that use the newest version."""
+        scheduler = self.engine._runner.scheduler
+        entry = self.engine._adapters.get(name)
+        return [r for r in (*scheduler.running, *scheduler.waiting) if r.adapter is entry]
+
+    def source(self, name: str | None) -> tuple[str | None, int | None]:
+        return self.loaded.get(name, (None, None))
+
+    def draw_name(self, data) -> str | None:
+        return data.draw(st.sampled_from([None, *sorted(self.loaded)]))
+
+    # Adapters
+
+    @rule(name=names, source=sources)
+    def load(self, name, source):
+        """A new name, or a new version under it."""
+        info = self.engine.load_adapter(name, self.world.adapters[source])
+        assert info.version > self.loaded.get(name, ("", 0))[1]
+        self.loaded[name] = source, info.version
+
+    @rule(name=names, source=sources)
+    def update(self, name, source):
+        """The same from the device, where a slot is needed at once."""
+        before = self.engine.adapters()
+        try:
+            info = self.engine.update_adapter(name, self.world.slots[source])
+        except AdapterError as error:
+            assert "no slot can be had" in str(error) and self.engine.adapters() == before
+            return
+        assert info.slot is not None
+        self.loaded[name] = source, info.version
+
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), when_busy=st.sampled_from(["refuse", "finish"]))
+    def unload(self, data, when_busy):
+        name = data.draw(st.sampled_from(sorted(self.loaded)))
+        if when_busy == "refuse" and self.unfinished(name):
+            with pytest.raises(AdapterError, match="in use"):
+                self.engine.unload_adapter(name)
+            return
+        self.engine.unload_adapter(name, when_busy)
+        del self.loaded[name]
+        self.pinned.discard(name)
+
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data())
+    def pin_or_unpin(self, data):
+        name = data.draw(st.sampled_from(sorted(self.loaded)))
+        if name in self.pinned:
+            self.engine.unpin_adapter(name)
+            self.pinned.remove(name)
+            return
+        with contextlib.suppress(AdapterError):  # one slot must stay, or all are in use
+            assert self.engine.pin_adapter(name).slot is not None
+            self.pinned.add(name)
+
+    # Requests
+
+    @rule(data=st.data(), count=st.integers(1, 3), priority=st.integers(0, 1))
+    def submit(self, data, count, priority):
+        places, kinds, names, counts = (
+            [data.draw(each) for _ in range(count)]
+            for each in (
+                self.places,
+                self.kinds,
+                st.sampled_from([None, *sorted(self.loaded)]),
+                st.integers(1, MOST),
+            )
+        )
+        stream = self.engine.stream(
+            [PROMPTS[place] for place in places],
+            [PARAMS[kind](count) for kind, count in zip(kinds, counts, strict=True)],
+            names,
+            priority,
+        )
+        sources = [self.source(name) for name in names]
+        expected = [
+            self.world.outputs[source, place, kind]
+            for (source, _), place, kind in zip(sources, places, kinds, strict=True)
+        ]
+        named = [(name, version) for name, (_, version) in zip(names, sources, strict=True)]
+        self.open.append(Open(stream, expected, counts, named, [[] for _ in names]))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def read(self, data, count):
+        place = data.draw(st.integers(0, len(self.open) - 1))
+        if self.open[place].read(count):
+            del self.open[place]
+
+    @precondition(lambda self: self.engine._runner.scheduler.unfinished)
+    @rule(count=st.integers(1, 4))
+    def step(self, count):
+        for _ in range(count):
+            if self.engine._runner.scheduler.unfinished:
+                self.engine._runner.step()
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data):
+        one = data.draw(st.sampled_from(self.open))
+        one.stream.abort(data.draw(st.integers(0, len(one.counts) - 1)))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def close(self, data):
+        self.open.pop(data.draw(st.integers(0, len(self.open) - 1))).stream.close()
+
+    @rule(data=st.data(), place=places)
+    def score(self, data, place):
+        name = self.draw_name(data)
+        (score,) = self.engine.score([PROMPTS[place]], [name])
+        source, version = self.source(name)
+        assert score.logprobs.tobytes() == self.world.scores[source, place]
+        assert (score.adapter, score.adapter_version) == (name, version)
+
+    # What holds
+
+    @invariant()
+    def every_page_is_with_one(self):
+        scheduler = self.engine._runner.scheduler
+        pool, running = scheduler.pool, scheduler.running
+        cached = list(pool.prefixes._pages.values())
+        private = [page for r in running for page in r.pages[len(r.cached) :]]
+        pages = [*pool._free, *(one.page for one in cached), *private]
+        assert sorted(pages) == list(range(pool.total))
+        users = Counter(one for r in running for one in r.cached)
+        assert {one: one.users for one in cached if one.users} == users
+        assert pool.free == len(pool._free) + sum(not one.users for one in cached)
+        for request in running:
+            assert request.pages[: len(request.cached)] == [one.page for one in request.cached]
+            assert {one.adapter for one in request.cached} <= {request.adapter}
+        assert all(one.adapter is None or one.adapter.adapter is not None for one in cached)
+
+    @invariant()
+    def every_row_is_with_one(self):
+        scheduler = self.engine._runner.scheduler
+        rows = [*scheduler._free_rows, *(r.row for r in scheduler.running)]
+        assert sorted(rows) == list(range(OPTIONS["max_requests"]))
+
+    @invariant()
+    def every_slot_is_with_one(self):
+        scheduler, pool = self.engine._runner.scheduler, self.engine._adapters
+        unfinished = [*scheduler.running, *scheduler.waiting]
+        running = Counter(r.adapter for r in scheduler.running if r.adapter)
+        requests = Counter(r.adapter for r in unfinished if r.adapter)
+        entries = {*pool._entries.values(), *pool._retired}
+        assert set(requests) <= entries and pool._retired <= set(requests)
+        for entry in entries:
+            assert (entry.running, entry.requests) == (running[entry], requests[entry])
+            assert entry.adapter is not None
+            assert entry.slot is not None or not entry.running
+        held = {entry.slot: entry for entry in entries if entry.slot is not None}
+        assert held == {slot: entry for slot, entry in enumerate(pool._slots) if entry}
+
+    @invariant()
+    def names_stand_for_what_was_loaded(self):
+        infos = self.engine.adapters()
+        found = {info.name: info.version for info in infos}
+        assert found == {name: version for name, (_, version) in self.loaded.items()}
+        assert {info.name for info in infos if info.pinned} == self.pinned
+        assert self.engine.stats().compilations == self.compilations
+
+    def teardown(self):
+        """All that is open comes to its end, and leaves nothing."""
+        try:
+            while self.open:
+                self.open[0].read(1000)
+                del self.open[0]
+        finally:
+            for one in self.open:
+                one.stream.close()
+            for info in self.engine.adapters():
+                self.engine.unload_adapter(info.name)
+        stats, pool = self.engine.stats(), self.engine._runner.scheduler.pool
+        assert (stats.running, stats.waiting, stats.resident_adapters) == (0, 0, 0)
+        assert stats.adapter_host_bytes == 0 and stats.free_pages == stats.total_pages
+        pool.give_back(pool.take(pool.free))  # the next example begins with an empty cache
+        assert len(pool.prefixes) == 0
+
+
+@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_operations(world, examples):
+    run_state_machine_as_test(
+        lambda: Machine(world),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
