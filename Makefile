@@ -15,8 +15,9 @@ QUICK = not slow and not parity and not gpu
 PARALLEL = -n auto --maxprocesses=4 --dist worksteal
 export PYTHON
 
+TESTS = tests
 AOT = tests/pallas_kernels/test_gpu_ahead_of_time.py tests/pallas_kernels/test_tpu_compile.py \
-	tests/pallas_kernels/test_tpu_attention.py
+	tests/pallas_kernels/test_tpu_attention.py::test_decoding_compiles_for_every_generation
 
 .PHONY: demo test lint aot clean
 
@@ -24,7 +25,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/lora-moe-jax demo
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "$(QUICK)"
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "$(QUICK)" $(TESTS)
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

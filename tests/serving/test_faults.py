@@ -28,6 +28,14 @@ FOLDERS = GOLDEN / FAMILY / "adapters"
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, which ignores it there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def one(engine) -> Engine:
     loaded = engine(FAMILY)
