@@ -83,7 +83,8 @@ class Attention(nnx.Module):
         if not self.kv_replicated:
             return heads
         kv_heads, devices = self.config.num_kv_heads, lax.axis_size(self.axes.tensor)
-        q, keys, values = jnp.split(heads, [-2 * kv_heads, -kv_heads], axis=1)
+        queries = heads.shape[1] - 2 * kv_heads
+        q, keys, values = jnp.split(heads, [queries, queries + kv_heads], axis=1)
         head = self.axes.index(self.axes.tensor) * kv_heads // devices
         mine = (lax.dynamic_slice_in_dim(kv, head, 1, axis=1) for kv in (keys, values))
         return jnp.concatenate([q, *mine], axis=1)
