@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import gpu_attention
-from pallas_kernels.paged_attention.gpu_attention import BLOCK, LINE, LINES_OF_CONSUMER, ROWS, Sizes
+from pallas_kernels.paged_attention import gpu_sizes
+from pallas_kernels.paged_attention.gpu_attention import attention_kernel
+from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, LINES_OF_CONSUMER, ROWS, Sizes
 
 MIN_PAGE = 8  # positions: the tensor core's unit
 MAX_VALUE_LINES = 2 * LINES_OF_CONSUMER  # of two warpgroups
@@ -15,7 +16,7 @@ MIN_STAGES = 2
 def check_grouped(q, k_pages, v_pages):
     """Raises NotImplementedError if the kernel cannot serve these shapes."""
     _check_arrays(q=q, k_pages=k_pages, v_pages=v_pages)
-    _check_sizes(gpu_attention.grouped_sizes(q, k_pages, v_pages, 1.0, None))
+    _check_sizes(gpu_sizes.grouped_sizes(q, k_pages, v_pages, 1.0, None))
 
 
 def check_latent(q_latent, q_rope, latent_pages, rope_pages):
@@ -23,24 +24,22 @@ def check_latent(q_latent, q_rope, latent_pages, rope_pages):
     _check_arrays(
         q_latent=q_latent, q_rope=q_rope, latent_pages=latent_pages, rope_pages=rope_pages
     )
-    _check_sizes(gpu_attention.latent_sizes(q_latent, latent_pages, rope_pages, 1.0))
+    _check_sizes(gpu_sizes.latent_sizes(q_latent, latent_pages, rope_pages, 1.0))
 
 
 def paged_attention(q, k_pages, v_pages, view, scale, sliding_window):
     """See `api.paged_attention`."""
     check_grouped(q, k_pages, v_pages)
-    sizes = gpu_attention.grouped_sizes(q, k_pages, v_pages, scale, sliding_window)
-    return gpu_attention.attention_kernel(sizes, q, (k_pages, v_pages), view)
+    sizes = gpu_sizes.grouped_sizes(q, k_pages, v_pages, scale, sliding_window)
+    return attention_kernel(sizes, q, (k_pages, v_pages), view)
 
 
 def paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale):
     """See `api.paged_latent_attention`."""
     check_latent(q_latent, q_rope, latent_pages, rope_pages)
-    sizes = gpu_attention.latent_sizes(q_latent, latent_pages, rope_pages, scale)
+    sizes = gpu_sizes.latent_sizes(q_latent, latent_pages, rope_pages, scale)
     q = jnp.concatenate([q_latent, q_rope], axis=2)
-    return gpu_attention.attention_kernel(
-        sizes, q, (latent_pages[:, :, None], rope_pages[:, :, None]), view
-    )
+    return attention_kernel(sizes, q, (latent_pages[:, :, None], rope_pages[:, :, None]), view)
 
 
 def _check_arrays(**arrays):

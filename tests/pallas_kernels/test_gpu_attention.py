@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import PageView, paged_attention, paged_latent_attention
-from pallas_kernels.paged_attention import gpu_attention, reference
+from pallas_kernels.paged_attention import gpu_attention, gpu_sizes, reference
 from pallas_kernels.paged_attention.tiles import TILE_WORDS, token_tiles
 from tests.pallas_kernels.gpu_interpreter import interpret
 
@@ -80,15 +80,13 @@ class Case:
         if self.kv_heads:
 
             def run(q, first, second, view):
-                sizes = gpu_attention.grouped_sizes(
-                    q, first, second, SCALE, self.window, INTERPRETED
-                )
+                sizes = gpu_sizes.grouped_sizes(q, first, second, SCALE, self.window, INTERPRETED)
                 return gpu_attention.attention_kernel(sizes, q, (first, second), view)
 
         else:
 
             def run(q, first, second, view):
-                sizes = gpu_attention.latent_sizes(
+                sizes = gpu_sizes.latent_sizes(
                     q[..., : self.width], first, second, SCALE, INTERPRETED
                 )
                 caches = (first[:, :, None], second[:, :, None])
