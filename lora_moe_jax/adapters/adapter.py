@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -74,6 +74,14 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         return sum(pair.nbytes for pair in self.pairs.values())
+
+    def copied(self) -> Adapter:
+        """The same with arrays of its own: their owner may go on training them."""
+        pairs = {
+            name: LoraPair(*map(np.array, (pair.a, pair.b, pair.scaling, pair.ranks)))
+            for name, pair in self.pairs.items()
+        }
+        return replace(self, pairs=pairs)
 
 
 def short_names(names: Iterable[str]) -> tuple[str, ...]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
-import numpy as np
 from jax.sharding import Mesh
 
 from lora_moe_jax.adapters import Adapter, LoraPair, check_name, read_adapter
@@ -286,7 +284,7 @@ class Engine:
     def _read_adapter(self, source: str | os.PathLike | Adapter) -> Adapter:
         if isinstance(source, Adapter):
             check_adapter(source, self.bank.projections)
-            return _copied(source)
+            return source.copied()
         if not isinstance(source, str | os.PathLike):
             raise AdapterError(
                 "an adapter comes from a folder or from an Adapter",
@@ -494,12 +492,3 @@ class Engine:
             bank_bytes=nbytes(self.bank.arrays),
             cache_bytes=nbytes(self._runner.steps.pages),
         )
-
-
-def _copied(adapter: Adapter) -> Adapter:
-    """The same with arrays of its own: their owner may go on training them."""
-    pairs = {
-        name: LoraPair(*map(np.array, (pair.a, pair.b, pair.scaling, pair.ranks)))
-        for name, pair in adapter.pairs.items()
-    }
-    return replace(adapter, pairs=pairs)
