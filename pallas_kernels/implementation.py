@@ -19,6 +19,12 @@ def platform_implementation() -> str:
     return "xla"
 
 
+def check_known(implementation: str | None, known: tuple[str, ...]) -> None:
+    """Raises NotImplementedError for the name of an implementation that an operation has not."""
+    if implementation is not None and implementation not in known:
+        raise NotImplementedError(f"{implementation=} is not one of {known}")
+
+
 def implementation_module(package: str, implementation: str) -> ModuleType:
     """The module `package.implementation`; a module needs parts of jax that others do not have.
 

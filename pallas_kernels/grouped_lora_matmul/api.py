@@ -118,9 +118,10 @@ def choose_backend(implementation: str | None, x, w, lora, parts) -> ModuleType:
         )
     names = [implementation]
     if implementation is None:
-        general = ["triton"] if jax.default_backend() == "gpu" else []
-        names = [platform_implementation(), *general, "xla"]
-    *first, last = map(_module, dict.fromkeys(names))
+        general = ["triton", "xla"] if jax.default_backend() == "gpu" else ["xla"]
+        best = platform_implementation()
+        names = general if best == "xla" else [best, *general]
+    *first, last = map(_module, names)
     for backend in first:
         try:
             backend.check(x, w, lora, parts)

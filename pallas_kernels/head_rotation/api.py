@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.head_rotation import xla
-from pallas_kernels.implementation import implementation_module
+from pallas_kernels.implementation import check_known, implementation_module
 from pallas_kernels.paged_attention.api import PageView
 
 IMPLEMENTATIONS = ("xla", "triton")
@@ -61,8 +61,7 @@ def rotate(
 
 
 def _backend(implementation: str | None, heads) -> ModuleType:
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise NotImplementedError(f"{implementation=} is not one of {IMPLEMENTATIONS}")
+    check_known(implementation, IMPLEMENTATIONS)
     if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
         return xla
     width = heads.shape[2]

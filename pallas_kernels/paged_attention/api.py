@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.implementation import implementation_module, platform_implementation
+from pallas_kernels.implementation import (
+    check_known,
+    implementation_module,
+    platform_implementation,
+)
 from pallas_kernels.paged_attention import xla
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
@@ -96,8 +100,7 @@ def paged_latent_attention(
 
 def _choose_backend(implementation: str | None, check: str, *arrays) -> ModuleType:
     """The module that serves arrays of these shapes; one that is asked for by name checks them."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise NotImplementedError(f"{implementation=} is not one of {IMPLEMENTATIONS}")
+    check_known(implementation, IMPLEMENTATIONS)
     if implementation == "xla" or (
         implementation is None and platform_implementation() != "mosaic_gpu"
     ):

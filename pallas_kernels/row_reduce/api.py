@@ -11,7 +11,7 @@ from types import ModuleType
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.implementation import implementation_module
+from pallas_kernels.implementation import check_known, implementation_module
 
 IMPLEMENTATIONS = ("xla", "triton")
 
@@ -58,7 +58,6 @@ def log_sum_exp(
 
 
 def _backend(implementation: str | None) -> ModuleType:
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise NotImplementedError(f"{implementation=} is not one of {IMPLEMENTATIONS}")
+    check_known(implementation, IMPLEMENTATIONS)
     platform = "triton" if jax.default_backend() == "gpu" else "xla"
     return implementation_module("pallas_kernels.row_reduce", implementation or platform)

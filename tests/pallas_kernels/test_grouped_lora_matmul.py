@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import Gate, Lora, grouped_lora_matmul, lora_matmul
-from pallas_kernels.grouped_lora_matmul import api, reference, xla
+from pallas_kernels.grouped_lora_matmul import api, reference, triton, xla
 from tests.pallas_kernels.cases import Part, Shape, cases, jitted, make_case, rounding_of_u
 
 # Widths are no multiples of 16 unless they say so; 533 is past K_BLOCK, 17 past RANK_BLOCK.
@@ -228,6 +228,15 @@ def test_kernels_that_cannot_serve_the_shapes_say_so():
         message = r"must be bfloat16 \(x float32\[6, 8\], w float32\[3, 10, 8\]"
     with pytest.raises(NotImplementedError, match=message):
         grouped_lora_matmul(**GOOD, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    "best", ["xla"] if jax.__version_info__ < (0, 11) else ["xla", "mosaic_gpu"]
+)
+def test_gpus_have_kernels_for_what_hoppers_do_not_serve(monkeypatch, best):
+    monkeypatch.setattr(api, "platform_implementation", lambda: best)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert api.choose_backend(None, GOOD["x"], GOOD["w"], (None,), (10,)) is triton
 
 
 def test_a_platform_without_its_kernels_for_these_shapes_takes_plain_jax(monkeypatch):
