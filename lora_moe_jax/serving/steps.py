@@ -13,6 +13,10 @@ until the device is there). So top-k, top-p and min-p, which sort the vocabulary
 in `step` but a function of their own, `filter`, that is run after it where a row has them. So is
 `top`, which finds each row's most likely tokens in the logits of a step or of `score`. A batch
 with such a wish is not for `decode`.
+
+A step writes its hidden states and logits where an earlier one's lay. A GPU replays a step as one
+CUDA graph, and the host rewrites each node whose operands have moved (measured: all 1400 of them,
+in 12 ms, as new results displaced the working memory at every step).
 """
 
 from __future__ import annotations
@@ -139,26 +143,27 @@ class Steps:
     ):
         self.arrays, self.config, self.pages = arrays, config, pages
         self.layout = StepLayout(requests, pages_per_request)
-        self.last_tokens = jnp.zeros(requests, jnp.int32, device=self._replicated())
+        self.last_tokens = self._zeros((requests,), jnp.int32)
+        self._logits = self._zeros((requests, config.vocab_size), jnp.float32)
+        self._hidden = {
+            size: self._zeros((size, config.hidden_size), arrays.base[0].dtype)
+            for size in token_buckets
+        }
         self.waited = 0.0
         self._lost = False
         self._compiled: dict[str, Any] = {}
         self._lowering = threading.Lock()
         # What the compiler works on for longest comes first.
-        jobs = {f"step[{size}]": self._job(step, size) for size in reversed(token_buckets)}
+        jobs = {f"step[{size}]": self._step_job(size) for size in reversed(token_buckets)}
         if decode_steps > 1:
-            function = functools.partial(decode, decode_steps)
-            jobs[f"decode[{token_buckets[0]}] × {decode_steps}"] = self._job(
-                function, token_buckets[0]
-            )
-        for size in token_buckets:
-            hidden = jax.ShapeDtypeStruct((size, config.hidden_size), arrays.base[0].dtype)
+            size = token_buckets[0]
+            jobs[f"decode[{size}] × {decode_steps}"] = self._decode_job(size, decode_steps)
+        for size, hidden in self._hidden.items():
             flat = jax.ShapeDtypeStruct((size,), jnp.int32)
             jobs[f"score[{size}]"] = _Job(score_rows, (hidden, flat, flat), ())
-        logits = jax.ShapeDtypeStruct((requests, config.vocab_size), jnp.float32)
         rows = jax.ShapeDtypeStruct((self.layout.row_size,), jnp.int32)
         function = functools.partial(filter_rows, self.layout)
-        jobs["filter"] = _Job(function, (logits, self.last_tokens, rows), (3,))
+        jobs["filter"] = _Job(function, (self._logits, self.last_tokens, rows), (3,))
         if top_logprobs:
             function = functools.partial(top_rows, top_logprobs)
             for size in sorted({requests, *token_buckets}):
@@ -172,17 +177,27 @@ class Steps:
         self.names = tuple(jobs)
 
     def run(self, batch: StepBatch) -> Results:
-        """Begins the step, or the `decode_steps`, of a batch; updates the cache."""
-        single = batch.steps == 1
-        name = f"step[{batch.size}]" if single else f"decode[{batch.size}] × {batch.steps}"
-        self.pages, self.last_tokens, hidden, logits, chosen = self._call(
-            name, self.pages, self.last_tokens, batch.packed
+        """Begins the step, or the `decode_steps`, of a batch; updates the cache.
+
+        The hidden states it gives are only there until the next step begins.
+        """
+        if batch.steps > 1:
+            name = f"decode[{batch.size}] × {batch.steps}"
+            kept = self.pages, self.last_tokens
+            self.pages, self.last_tokens, chosen = self._call(name, *kept, batch.packed)
+            chosen.copy_to_host_async()
+            return Results(None, chosen, None)
+        spent = self._hidden[batch.size], self._logits
+        self.pages, self.last_tokens, spent, chosen = self._call(
+            f"step[{batch.size}]", self.pages, self.last_tokens, spent, batch.packed
         )
-        if batch.filters and single:
+        self._hidden[batch.size], self._logits = spent
+        if batch.filters:
             rows = batch.packed[-self.layout.row_size :]
-            self.last_tokens, chosen = self._call("filter", logits, self.last_tokens, rows)
+            self.last_tokens, chosen = self._call("filter", self._logits, self.last_tokens, rows)
         chosen.copy_to_host_async()
-        return Results(hidden, chosen, self._top(logits) if batch.top else None)
+        top = self._top(self._logits) if batch.top else None
+        return Results(self._hidden[batch.size], chosen, top)
 
     def score(
         self, hidden: jax.Array, slots: np.ndarray, targets: np.ndarray, top: bool
@@ -207,7 +222,7 @@ class Steps:
 
     def check(self) -> None:
         """After a failure: finds out whether the cache is still there. If not, later steps fail."""
-        kept = jax.tree.leaves((self.pages, self.last_tokens))
+        kept = jax.tree.leaves((self.pages, self.last_tokens, self._hidden, self._logits))
         self._lost = any(array.is_deleted() for array in kept)
         if not self._lost:
             try:
@@ -224,10 +239,17 @@ class Steps:
             )
         return self._compiled[name](self.arrays.base, self.arrays.bank_leaves(), *inputs)
 
-    def _job(self, function, size: int) -> _Job:
-        packed = jax.ShapeDtypeStruct((self.layout.size(size),), jnp.int32)
-        inputs = self.pages, self.last_tokens, packed
-        return _Job(functools.partial(function, self.layout), inputs, (2, 3))
+    def _step_job(self, size: int) -> _Job:
+        function = functools.partial(step, self.layout)
+        spent = self._hidden[size], self._logits
+        return _Job(function, (self.pages, self.last_tokens, spent, self._packed(size)), (2, 3, 4))
+
+    def _decode_job(self, size: int, steps: int) -> _Job:
+        function = functools.partial(decode, steps, self.layout)
+        return _Job(function, (self.pages, self.last_tokens, self._packed(size)), (2, 3))
+
+    def _packed(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.layout.size(size),), jnp.int32)
 
     def _compile(self, job: _Job):
         bound = functools.partial(job.function, self.arrays)
@@ -235,9 +257,11 @@ class Steps:
         arguments = (self.arrays.base, self.arrays.bank_leaves(), *job.inputs)
         if self.arrays.mesh is not None:
             bound, arguments = self._on_mesh(bound, arguments, job.inputs[0] is self.pages)
+        # A step does not read what lies where it writes: dropped as unused, it is not donated.
+        jitted = jax.jit(bound, donate_argnums=job.donated, keep_unused=True)
         # Tracing and lowering are Python, which threads would only slow down; compiling is not.
         with self._lowering:
-            lowered = jax.jit(bound, donate_argnums=job.donated).lower(*arguments)
+            lowered = jitted.lower(*arguments)
         return lowered.compile()
 
     def _on_mesh(self, bound, arguments, with_pages: bool):
@@ -246,7 +270,8 @@ class Steps:
         base, bank = self.arrays.specs()
         if with_pages:
             pages = page_specs(self.config, mesh, len(self.pages))
-            others, out = [pages, replicated, replicated], (pages, *[replicated] * 4)
+            others = [pages, *[replicated] * len(arguments[3:])]
+            out = (pages, *[replicated] * len(arguments[3:]))
         else:
             others, out = [replicated] * len(arguments[2:]), replicated
         mapped = jax.shard_map(
@@ -259,6 +284,9 @@ class Steps:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated())
 
         return mapped, jax.tree.map(place, arguments)
+
+    def _zeros(self, shape: tuple[int, ...], dtype) -> jax.Array:
+        return jnp.zeros(shape, dtype, device=self._replicated())
 
     def _replicated(self) -> NamedSharding | None:
         mesh = self.arrays.mesh
@@ -279,19 +307,22 @@ def _name(function: Callable) -> str:
     return function.__name__
 
 
-def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages: Pages, last_tokens, packed):
-    """One step: (pages, last_tokens, hidden, logits, chosen), see `Results`."""
+def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, spent, packed):
+    """One step: (pages, last_tokens, (hidden, logits), chosen), see `Results`.
+
+    `spent` are hidden states and logits nobody needs any more, whose memory the new ones take.
+    """
     inputs = layout.unpack(packed)
     model = arrays.merge(base, bank)
     pages, hidden, logits = _forward(model, pages, last_tokens, inputs)
     last_tokens, chosen = _choose(logits, inputs.rows, last_tokens, filters=False)
-    return pages, last_tokens, hidden, logits, chosen[None]
+    return pages, last_tokens, (hidden, logits), chosen[None]
 
 
 def decode(
     steps: int, layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, packed
 ):
-    """Several steps of a batch of one token for each row; the result is that of `step`."""
+    """Several steps of a batch of one token for each row: (pages, last_tokens, chosen)."""
     inputs = layout.unpack(packed)
     model = arrays.merge(base, bank)
     real = inputs.request >= 0
@@ -309,7 +340,7 @@ def decode(
 
     chosen = jnp.zeros((steps, 2, layout.rows), jnp.int32)
     pages, last_tokens, chosen = lax.fori_loop(0, steps, body, (pages, last_tokens, chosen))
-    return pages, last_tokens, None, None, chosen
+    return pages, last_tokens, chosen
 
 
 def filter_rows(layout: StepLayout, arrays: ModelArrays, base, bank, logits, last_tokens, part):
@@ -324,7 +355,10 @@ def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs):
     fed_back = last_tokens.at[request].get(mode="clip")
     tokens = jnp.where(inputs.tokens == FED_BACK, fed_back, inputs.tokens)
     token_slots = jnp.where(request >= 0, rows.slots.at[request].get(mode="clip"), -1)
-    view = PageView(request, inputs.positions, rows.page_tables)
+    # As a slice of the host's array, which lies somewhere else at every step, the tables would be
+    # an operand that moves, of every layer's attention (see above).
+    tables = jnp.maximum(rows.page_tables, 0)
+    view = PageView(request, inputs.positions, tables)
     caches = [LayerCache(first, second, view) for first, second in pages]
     hidden, caches = model(tokens, token_slots, caches)
     # What is sampled and what is scored must begin from the same bits: nothing crosses this line.
