@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -88,7 +89,13 @@ class RowTable:
         size: int,
         steps: int,
     ) -> StepBatch:
-        """One token of those that generate, then so many tokens of each prompt."""
+        """One token of those that generate, then so many tokens of each prompt.
+
+        Those of one adapter lie together: a product reads its factors once for each stretch of
+        rows with one adapter, and multiplies as often.
+        """
+        generating = sorted(generating, key=operator.attrgetter("slot"))
+        prompts = sorted(prompts, key=lambda prompt: prompt[0].slot)
         tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
         rows, values = np.full(size, -1, np.int32), self.values
         count = len(generating)
