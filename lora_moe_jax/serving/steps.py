@@ -14,9 +14,10 @@ in `step` but a function of their own, `filter`, that is run after it where a ro
 `top`, which finds each row's most likely tokens in the logits of a step or of `score`. A batch
 with such a wish is not for `decode`.
 
-A step writes its hidden states and logits where an earlier one's lay. A GPU replays a step as one
-CUDA graph, and the host rewrites each node whose operands have moved (measured: all 1400 of them,
-in 12 ms, as new results displaced the working memory at every step).
+All that a step reads and writes lies in one place for good: what the host sends is copied to where
+it lay before (`stage`), results go where an earlier step's were, and of those that are read after
+the next step has begun there is a copy (`copy`). For a GPU replays a step as one CUDA graph, and
+its host goes through all nodes, and rewrites many, if an operand of any has moved (measured: 12 ms).
 """
 
 from __future__ import annotations
@@ -145,10 +146,11 @@ class Steps:
         self.layout = StepLayout(requests, pages_per_request)
         self.last_tokens = self._zeros((requests,), jnp.int32)
         self._logits = self._zeros((requests, config.vocab_size), jnp.float32)
-        self._hidden = {
-            size: self._zeros((size, config.hidden_size), arrays.base[0].dtype)
-            for size in token_buckets
-        }
+        self._chosen = {n: self._zeros((n, 2, requests), jnp.int32) for n in {1, decode_steps}}
+        self._hidden, self._packed = {}, {}
+        for size in token_buckets:
+            self._hidden[size] = self._zeros((size, config.hidden_size), arrays.base[0].dtype)
+            self._packed[size] = self._zeros((self.layout.size(size),), jnp.int32)
         self.waited = 0.0
         self._lost = False
         self._compiled: dict[str, Any] = {}
@@ -169,6 +171,8 @@ class Steps:
             for size in sorted({requests, *token_buckets}):
                 logits = jax.ShapeDtypeStruct((size, config.vocab_size), jnp.float32)
                 jobs[f"top[{size}]"] = _Job(function, (logits,), ())
+        self._stage = {size: self._compile_copy(its, True) for size, its in self._packed.items()}
+        self._copy = {n: self._compile_copy(its, False) for n, its in self._chosen.items()}
         with ThreadPoolExecutor() as threads:
             futures = {name: threads.submit(self._compile, job) for name, job in jobs.items()}
             for done, (name, future) in enumerate(futures.items()):
@@ -181,23 +185,27 @@ class Steps:
 
         The hidden states it gives are only there until the next step begins.
         """
-        if batch.steps > 1:
-            name = f"decode[{batch.size}] × {batch.steps}"
-            kept = self.pages, self.last_tokens
-            self.pages, self.last_tokens, chosen = self._call(name, *kept, batch.packed)
-            chosen.copy_to_host_async()
-            return Results(None, chosen, None)
-        spent = self._hidden[batch.size], self._logits
-        self.pages, self.last_tokens, spent, chosen = self._call(
-            f"step[{batch.size}]", self.pages, self.last_tokens, spent, batch.packed
-        )
-        self._hidden[batch.size], self._logits = spent
-        if batch.filters:
+        size, steps = batch.size, batch.steps
+        packed = self._packed[size] = self._stage[size](batch.packed, self._packed[size])
+        kept, chosen = (self.pages, self.last_tokens), self._chosen[steps]
+        if steps > 1:
+            name = f"decode[{size}] × {steps}"
+            self.pages, self.last_tokens, chosen = self._call(name, *kept, chosen, packed)
+        else:
+            results = self._hidden[size], self._logits, chosen
+            self.pages, self.last_tokens, results = self._call(
+                f"step[{size}]", *kept, results, packed
+            )
+            self._hidden[size], self._logits, chosen = results
+        self._chosen[steps] = chosen
+        if steps == 1 and batch.filters:
             rows = batch.packed[-self.layout.row_size :]
             self.last_tokens, chosen = self._call("filter", self._logits, self.last_tokens, rows)
+        else:
+            chosen = self._copy[steps](chosen)
         chosen.copy_to_host_async()
         top = self._top(self._logits) if batch.top else None
-        return Results(self._hidden[batch.size], chosen, top)
+        return Results(self._hidden[size] if steps == 1 else None, chosen, top)
 
     def score(
         self, hidden: jax.Array, slots: np.ndarray, targets: np.ndarray, top: bool
@@ -222,7 +230,8 @@ class Steps:
 
     def check(self) -> None:
         """After a failure: finds out whether the cache is still there. If not, later steps fail."""
-        kept = jax.tree.leaves((self.pages, self.last_tokens, self._hidden, self._logits))
+        places = self._packed, self._hidden, self._logits, self._chosen
+        kept = jax.tree.leaves((self.pages, self.last_tokens, places))
         self._lost = any(array.is_deleted() for array in kept)
         if not self._lost:
             try:
@@ -241,15 +250,14 @@ class Steps:
 
     def _step_job(self, size: int) -> _Job:
         function = functools.partial(step, self.layout)
-        spent = self._hidden[size], self._logits
-        return _Job(function, (self.pages, self.last_tokens, spent, self._packed(size)), (2, 3, 4))
+        results = self._hidden[size], self._logits, self._chosen[1]
+        inputs = self.pages, self.last_tokens, results, self._packed[size]
+        return _Job(function, inputs, (2, 3, 4))
 
     def _decode_job(self, size: int, steps: int) -> _Job:
         function = functools.partial(decode, steps, self.layout)
-        return _Job(function, (self.pages, self.last_tokens, self._packed(size)), (2, 3))
-
-    def _packed(self, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.layout.size(size),), jnp.int32)
+        inputs = self.pages, self.last_tokens, self._chosen[steps], self._packed[size]
+        return _Job(function, inputs, (2, 3, 4))
 
     def _compile(self, job: _Job):
         bound = functools.partial(job.function, self.arrays)
@@ -263,6 +271,17 @@ class Steps:
         with self._lowering:
             lowered = jitted.lower(*arguments)
         return lowered.compile()
+
+    def _compile_copy(self, array: jax.Array, in_place: bool):
+        """Copies an array like this one; with `in_place` a second one says where to."""
+
+        def copy(new, *_):
+            return jnp.copy(new)
+
+        shape = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._replicated())
+        arguments = (shape, shape) if in_place else (shape,)
+        jitted = jax.jit(copy, donate_argnums=(1,) if in_place else (), keep_unused=True)
+        return jitted.lower(*arguments).compile()
 
     def _on_mesh(self, bound, arguments, with_pages: bool):
         """Splits weights, bank and pages as the mesh asks; everything else is replicated."""
@@ -307,20 +326,29 @@ def _name(function: Callable) -> str:
     return function.__name__
 
 
-def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, spent, packed):
-    """One step: (pages, last_tokens, (hidden, logits), chosen), see `Results`.
+def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, results, packed):
+    """One step: (pages, last_tokens, (hidden, logits, chosen)), see `Results`.
 
-    `spent` are hidden states and logits nobody needs any more, whose memory the new ones take.
+    The results take the memory of earlier ones, which are given for that alone.
     """
+    del results
     inputs = layout.unpack(packed)
     model = arrays.merge(base, bank)
     pages, hidden, logits = _forward(model, pages, last_tokens, inputs)
     last_tokens, chosen = _choose(logits, inputs.rows, last_tokens, filters=False)
-    return pages, last_tokens, (hidden, logits), chosen[None]
+    return pages, last_tokens, (hidden, logits, chosen[None])
 
 
 def decode(
-    steps: int, layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, packed
+    steps: int,
+    layout: StepLayout,
+    arrays: ModelArrays,
+    base,
+    bank,
+    pages,
+    last_tokens,
+    chosen,
+    packed,
 ):
     """Several steps of a batch of one token for each row: (pages, last_tokens, chosen)."""
     inputs = layout.unpack(packed)
@@ -338,7 +366,6 @@ def decode(
         last_tokens, one = _choose(logits, now.rows, last_tokens, filters=None)
         return pages, last_tokens, chosen.at[i].set(one)
 
-    chosen = jnp.zeros((steps, 2, layout.rows), jnp.int32)
     pages, last_tokens, chosen = lax.fori_loop(0, steps, body, (pages, last_tokens, chosen))
     return pages, last_tokens, chosen
 

@@ -5,7 +5,8 @@ instruction and rows its N side, which goes in steps of 8. So a tile of any few 
 what its rows cost, and the same kernel serves decode (8 rows a tile) and prefill.
 
     a tile = F features x up to `heights[-1]` rows of one group
-    ring of stages: [ W: F x 64 | x: rows x 64 ]       one k-step; loaded by the memory warpgroup
+    ring of stages: [ W: F x 64 | x: rows x 64 ]       one k-step (or four, where tiles are few);
+                                                       loaded by the memory warpgroup
     after the K loop, the same sums go on over the ranks:
         one adapter in the tile:    [ B: rank x F | u: rows x rank ]
         each run of rows of a slot: [ B: rank x F | u: 32 x rank ]     into a copy of the sums, from
@@ -15,7 +16,7 @@ what its rows cost, and the same kernel serves decode (8 rows a tile) and prefil
 What a tile is comes through shared memory too: read from global memory, its words would cost the
 tensor cores a microsecond before every tile.
 
-Every output element is the sum over K in steps of 64, then over the ranks of each term, in one
+Every output element is the sum over K in order, then over the ranks of each term, in one
 accumulator, whatever the tile is: bits do not depend on the schedule. A select, not a mask on u,
 keeps rows apart: 0 x NaN would not.
 """
@@ -195,21 +196,35 @@ class _Kernel:
     # The memory warpgroup.
 
     def load_tile(self, tile: Tile, step):
-        def k_loop(height, step):
+        depth = self.schedule.depth
+
+        def load_blocks(height, first_step, block):
+            """Those of this number of every stage."""
             rows = pl.ds(tile.row, height)
 
             def k_step(k, step):
                 stage = self.acquire(step)
-                columns = pl.ds(k * K_STEP, K_STEP)
+                column = (k * depth + block) * K_STEP
                 plgpu.copy_gmem_to_smem(
-                    self.x.at[rows, columns],
-                    self.x_load.at[stage, pl.ds(0, height)],
+                    self.x.at[rows, pl.ds(column, K_STEP)],
+                    self.x_load.at[stage, block, pl.ds(0, height)],
                     self.full.at[stage],
                 )
-                self.load_w(tile, k, stage)
+                self.load_w(tile, column, stage, block)
                 return step + 1
 
-            return lax.fori_loop(0, tile.k_steps, k_step, step)
+            return lax.fori_loop(0, tile.k_steps, k_step, first_step)
+
+        def k_loop(height, step):
+            if depth == 1:
+                return load_blocks(height, step, 0)
+
+            # One warp issues copies too slowly: each of the four takes its block of every stage.
+            @plgpu.warp_map
+            def _load(warp):
+                load_blocks(height, step, warp)
+
+            return step + tile.k_steps
 
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)
         if self.layout.terms:
@@ -234,9 +249,10 @@ class _Kernel:
 
         return stage
 
-    def load_w(self, tile, k, stage):
+    def load_w(self, tile, column, stage, part_of_stage):
         layout, features = self.layout, self.schedule.features
-        columns = pl.ds(k * K_STEP, K_STEP)
+        columns = pl.ds(column, K_STEP)
+        w_load = self.w_load.at[stage, part_of_stage]
         barrier = self.full.at[stage]
 
         def source(part, feature, count):
@@ -250,13 +266,12 @@ class _Kernel:
         if layout.w_copies > 1:
             for block in range(layout.w_copies):
                 part, place = divmod(64 * block, features)
-                destination = self.w_load.at[stage, block]
-                plgpu.copy_gmem_to_smem(source(part, place, 64), destination, barrier)
+                plgpu.copy_gmem_to_smem(source(part, place, 64), w_load.at[block], barrier)
         elif layout.parts == 1:
-            plgpu.copy_gmem_to_smem(source(0, 0, features), self.w_load.at[stage, 0], barrier)
+            plgpu.copy_gmem_to_smem(source(0, 0, features), w_load.at[0], barrier)
         else:
             both = source(slice(None), 0, features)
-            plgpu.copy_gmem_to_smem(both, self.w_load.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(both, w_load, barrier)
 
     def load_whole(self, tile, slot, step):
         """The low-rank stages of a tile with one adapter."""
@@ -342,14 +357,15 @@ class _Kernel:
             def k_step(k, step):
                 stage = self.stage_of(step)
                 plgpu.barrier_wait(self.full.at[stage])
-                rows = self.x_tiles.at[stage, pl.ds(0, height)].T
-                for i, accumulator in enumerate(accumulators):
-                    features = self.w_tiles.at[stage, self.block_of(warpgroup, i)]
-                    if layout.contract == 1:
-                        features = features.T
-                    plgpu.wgmma(accumulator, features, rows)
+                for part in range(s.depth):
+                    rows = self.x_tiles.at[stage, part, pl.ds(0, height)].T
+                    for i, accumulator in enumerate(accumulators):
+                        features = self.w_tiles.at[stage, part, self.block_of(warpgroup, i)]
+                        if layout.contract == 1:
+                            features = features.T
+                        plgpu.wgmma(accumulator, features, rows)
                 # All but the products just issued have ended: the stage before is free.
-                plgpu.wgmma_wait(blocks)
+                plgpu.wgmma_wait(s.depth * blocks)
 
                 @pl.when(k > 0)
                 def _release():

@@ -19,7 +19,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 )
 from pallas_kernels.hopper.memory import overlaid, two_views
 
-K_STEP = 64  # columns of one stage: 128 bytes, the widest swizzle
+K_STEP = 64  # columns of one block of a stage: 128 bytes, the widest swizzle
 
 
 class ProductLayout:
@@ -33,7 +33,7 @@ class ProductLayout:
         self.groups = w.shape[0]
         self.width = w.shape[3 - contract] // self.parts
         self.dtype = x.dtype
-        self.k_steps = pl.cdiv(self.k, K_STEP)
+        self.k_steps = pl.cdiv(self.k, K_STEP * schedule.depth)
         self.feature_tiles = pl.cdiv(self.width, schedule.features)
         self.chunk = min(CHUNK, schedule.heights[-1])
         self.chunks = chunks(schedule.heights, self.chunk)
@@ -60,13 +60,14 @@ class ProductLayout:
 
     def scratch(self):
         s, r = self.schedule, self.rank_step
-        self.b_per_stage = self.parts * 64 // r
-        x_uses = [two_views((s.stages, self.x_rows, 64), self.dtype)]
-        w_shape = (s.stages, self.w_rows // 64, 64, 64)
-        whole = (s.stages, self.parts, s.features, 64) if self.w_copies == 1 else None
+        self.b_per_stage = s.depth * self.parts * 64 // r
+        x_uses = [two_views((s.stages, s.depth, self.x_rows, 64), self.dtype)]
+        w_shape = (s.stages, s.depth, self.w_rows // 64, 64, 64)
+        whole = (s.stages, s.depth, self.parts, s.features, 64) if self.w_copies == 1 else None
         w_uses = [two_views(w_shape, self.dtype, load_shape=whole)]
         if self.terms:
-            x_uses.append(two_views((s.stages, self.x_rows * 64 // r, r), self.dtype))
+            u_rows = s.depth * self.x_rows * 64 // r
+            x_uses.append(two_views((s.stages, u_rows, r), self.dtype))
             b_shape = (s.stages * self.b_per_stage, r, s.features)
             b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
             w_uses.append([plgpu.SMEM(b_shape, self.dtype, transforms=b_tiles)])
@@ -78,7 +79,7 @@ class ProductLayout:
                 self.dtype,
                 transforms=(plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)),
             ),
-            full=plgpu.Barrier(num_arrivals=1 + self.w_copies, num_barriers=s.stages),
+            full=plgpu.Barrier(num_arrivals=s.depth * (1 + self.w_copies), num_barriers=s.stages),
             empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
             tile_words=plgpu.SMEM((TILES, words_of_tile(s.heights)), jnp.int32),
             tile_full=plgpu.Barrier(num_arrivals=self.word_copies(), num_barriers=TILES),

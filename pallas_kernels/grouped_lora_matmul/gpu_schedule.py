@@ -18,6 +18,7 @@ LINE = 32  # words of the copy engine's alignment, 128 bytes
 STAGES = 4  # of a ring, at least: with three, loads do not keep up
 TALLEST = 144  # rows of a tile: with more, four stages do not fit
 PIECE = 64  # rows of a run that one unit of a shrink takes at most
+DEPTH = 4  # blocks of 64 columns in one stage of a product of few tiles
 SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
 
 
@@ -29,7 +30,8 @@ class ProductSchedule:
       blocks: 64-feature blocks of each consumer warpgroup (of gate and of up when gated).
       consumers: warpgroups that multiply.
       heights: row counts of the compiled tile variants, ascending multiples of 8.
-      stages: depth of the ring.
+      depth: blocks of 64 columns of a stage.
+      stages: how many the ring has.
       buffers: output buffers of 32 rows of each consumer.
       programs: persistent programs, at most one for each multiprocessor.
       together: tiles that follow each other for one slice of features, so that those of one
@@ -39,6 +41,7 @@ class ProductSchedule:
     blocks: int
     consumers: int
     heights: tuple[int, ...]
+    depth: int
     stages: int
     buffers: int
     programs: int
@@ -59,7 +62,7 @@ class ShrinkSchedule:
       apart: whether each term is a unit of its own, in columns of u of its own.
       rank_tile: columns that u of a term starts at a multiple of.
       heights: row counts of the compiled variants, ascending multiples of 8.
-      stages: depth of the ring.
+      stages: how many the ring has.
       programs: persistent programs.
     """
 
@@ -74,21 +77,26 @@ class ShrinkSchedule:
 def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> ProductSchedule:
     """For `rows` rows over `groups` groups, `width` features in each of `parts` parts."""
     mean = rows / groups
-    heights = _heights(mean)
+    heights = _heights(rows, groups)
+    most_tiles = _most_tiles(rows, groups)
+
+    def leaves_idle(features):
+        return most_tiles * -(-width // features) <= PROGRAMS // 2
+
     # Tall tiles multiply 128 features in each warpgroup; low ones only wait for W, and finer
     # slices of features spread it better.
-    blocks = 2 if mean > 160 and parts == 1 else 1
-    consumers = 2
-    most_tiles = min(rows, groups + rows // heights[-1])
-    if most_tiles * -(-width // (128 * blocks)) <= PROGRAMS // 2:
-        # A dense layer at decode: one program draws but a part of the bandwidth.
-        consumers = 1
+    blocks = 2 if mean > 160 and parts == 1 and not leaves_idle(256) else 1
+    consumers, depth = 2, 1
+    if leaves_idle(128 * blocks):
+        # A dense layer at decode: one program draws but a part of the bandwidth, and takes as long
+        # to load a small stage as a large one.
+        consumers, depth = 1, DEPTH
     elif mean <= 12:
         active = groups * (1 - (1 - 1 / groups) ** rows)
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
         consumers = 1 if narrow > wide + 0.08 else 2
     w_rows = parts * blocks * consumers * 64
-    stage = (w_rows + heights[-1]) * 128
+    stage = depth * (w_rows + heights[-1]) * 128
     words = 4 * TILES * words_of_tile(heights)
     buffer = consumers * min(CHUNK, heights[-1]) * 128
     free = SHARED_MEMORY - _whole(words, ARRAY)
@@ -97,11 +105,14 @@ def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> Prod
     if free - _whole(4 * buffer, ARRAY) < STAGES * stage:
         buffers = 2
     free -= _whole(buffers * buffer, ARRAY)
+    if depth > 1 and free // stage < 3:
+        depth, stage = 1, stage // depth
     tiles = most_tiles * -(-width // (64 * blocks * consumers))
     return ProductSchedule(
         blocks,
         consumers,
         heights,
+        depth,
         min(12, free // stage),
         buffers,
         min(PROGRAMS, tiles),
@@ -112,7 +123,7 @@ def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> Prod
 def tiles_together(rows: int, groups: int) -> int:
     """How many tiles a group of mean size has, at most 8."""
     mean = rows / groups
-    return max(1, min(8, round(mean / _heights(mean)[-1])))
+    return max(1, min(8, round(mean / tile_height(rows, groups))))
 
 
 def words_of_tile(heights: tuple[int, ...]) -> int:
@@ -137,11 +148,19 @@ def _last_wave(tiles: float) -> float:
 
 def tile_height(rows: int, groups: int) -> int:
     """The most rows of a tile; the same for all products of a layer, which share their tiles."""
-    return _heights(rows / groups)[-1]
+    return _heights(rows, groups)[-1]
 
 
-def _heights(mean: float) -> tuple[int, ...]:
-    """Tile variants for a mean number of rows in a group; three, or the compiler gives up."""
+def _most_tiles(rows: int, groups: int) -> int:
+    return min(rows, groups - 1 + -(-rows // tile_height(rows, groups)))
+
+
+def _heights(rows: int, groups: int) -> tuple[int, ...]:
+    """Tile variants for so many rows in a group on average; three, or the compiler gives up."""
+    if groups == 1:
+        # Equal tiles of all rows: what they have is known.
+        return (_whole(-(-rows // -(-rows // TALLEST)), 8),)
+    mean = rows / groups
     for limit, heights in (
         (1, (8,)),
         (6, (8, 16)),

@@ -110,7 +110,7 @@ def test_named_shapes(name, tokens):
             (hidden, wide, 2, (), 2),
         ):
             schedule = check_product(rows, groups, width, parts)
-            assert schedule.stages >= 4
+            assert schedule.stages >= (4 if schedule.depth == 1 else 3)
             memory = product_memory(schedule, rows, groups, k, width, parts, ranks, contract)
             assert memory <= LIMIT, (schedule, ranks)
         for ranks in (rank,), (rank, rank):
