@@ -26,6 +26,7 @@ from lora_moe_jax.serving.compile_cache import use_compile_cache
 from lora_moe_jax.serving.compile_guard import compile_count, no_compile
 from lora_moe_jax.serving.intake import Intake, Prompt
 from lora_moe_jax.serving.interrupts import uninterrupted
+from lora_moe_jax.serving.model_arrays import ModelArrays
 from lora_moe_jax.serving.options import EngineOptions, slot_config
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.progress import progress_bar
@@ -37,7 +38,7 @@ from lora_moe_jax.serving.scheduler import Scheduler
 from lora_moe_jax.serving.sizes import MemorySizes, free_bytes
 from lora_moe_jax.serving.sleep import EngineAsleepError, EngineBusyError, free, nbytes, renewed
 from lora_moe_jax.serving.stats import EngineStats
-from lora_moe_jax.serving.steps import ModelArrays, Steps, allocate_pages
+from lora_moe_jax.serving.steps import Steps, allocate_pages
 from lora_moe_jax.serving.stream import RequestStream
 from lora_moe_jax.serving.text import TextCodec
 from pallas_kernels import Lora

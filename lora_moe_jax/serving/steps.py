@@ -1,18 +1,8 @@
 """The compiled, fixed-shape functions of the engine, all built at start-up.
 
-`step` runs the model over a flat batch of T tokens (one function for each T of the shape buckets)
-and samples a token for each row that is to have one; `decode` takes several such steps in a loop on
-the device. Both take one array from the host, see `StepLayout`, and keep each row's last token on
-the device, so that the next step can be begun before this one's tokens are read. `score` turns the
-hidden states of a step into logprobs of given tokens. Parameters cross the boundary as flat lists
-of arrays. With a mesh, each function runs under `shard_map`.
-
-Nothing in `step` may depend on the device's own values for which code runs: a GPU's host waits for
-each such decision (measured, JAX 0.11.2: a conditional or a loop of unknown length holds the call
-until the device is there). So top-k, top-p and min-p, which sort the vocabulary, are no conditional
-in `step` but a function of their own, `filter`, that is run after it where a row has them. So is
-`top`, which finds each row's most likely tokens in the logits of a step or of `score`. A batch
-with such a wish is not for `decode`.
+What they do is in `step_functions.py`: one `step` for each size T of the flat batch, `decode` for
+several steps in a loop on the device, and `filter`, `top` and `score`. With a mesh, each function
+runs under `shard_map`.
 
 All that a step reads and writes lies in one place for good: what the host sends is copied to where
 it lay before (`stage`), results go where an earlier step's were, and of those that are read after
@@ -23,86 +13,39 @@ its host rewrites every node of which an operand has moved (measured: 12 ms for 
 from __future__ import annotations
 
 import functools
-import operator
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lora_moe_jax.adapters.bank import Bank, SlotEntry
 from lora_moe_jax.config.model import ModelConfig
-from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
-from lora_moe_jax.layers.cache import LayerCache
-from lora_moe_jax.layers.logprobs import token_logprobs, top_logprobs
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.parallel.mesh import axis_size
-from lora_moe_jax.parallel.sharding import partition_spec, sharding_rules
 from lora_moe_jax.serving.compile_guard import LateCompileError
-from lora_moe_jax.serving.sampler import SamplingRows, sample
+from lora_moe_jax.serving.kernel_programs import kernel_programs
+from lora_moe_jax.serving.model_arrays import ModelArrays
 from lora_moe_jax.serving.step_batch import StepBatch
-from lora_moe_jax.serving.step_layout import FED_BACK, RowInputs, StepInputs, StepLayout
-from pallas_kernels import PageView
+from lora_moe_jax.serving.step_functions import (
+    TopK,
+    decode,
+    filter_rows,
+    score_rows,
+    step,
+    top_rows,
+)
+from lora_moe_jax.serving.step_layout import StepLayout
 
 Pages = list[tuple[jax.Array, jax.Array]]
-TopK = tuple[jax.Array, jax.Array]  # int32 ids [rows, K] and their logprobs, most likely first
-
-
 HOLES = 4  # for arrays of a kind: those of two steps, and those being freed
 
 
 class CacheLostError(RuntimeError):
     """A step failed on the device and took the cache with it: the engine cannot go on."""
-
-
-class ModelArrays:
-    """A model taken apart: its graph, its flat base weights, and its bank."""
-
-    def __init__(self, model: Decoder, config: ModelConfig, mesh: Mesh | None):
-        self.mesh = mesh
-        self.rules = sharding_rules(config, mesh)
-        self.graph, bank, base = nnx.split(model, LoraParam, ...)
-        self.base, self._base_tree = jax.tree.flatten(base)
-        _, self._bank_tree = jax.tree.flatten(bank)
-        self._bank_paths = [path for path, _ in nnx.to_flat_state(bank)]
-        self._base_axes = [v.get_metadata("axes") for _, v in nnx.to_flat_state(base)]
-        self._bank_axes = [v.get_metadata("axes") for _, v in nnx.to_flat_state(bank)]
-        slots = {p: n for p, n in nnx.iter_graph(model) if isinstance(n, AdapterSlots)}
-        self.bank = Bank(
-            {s.projection.name: SlotEntry(s.projection, s.lora()) for s in slots.values()}
-        )
-        self._names = {path: s.projection.name for path, s in slots.items()}
-        self._seen: list = []  # of the bank, when the leaves were listed
-        self._leaves: list[jax.Array] = []
-
-    def bank_leaves(self) -> list[jax.Array]:
-        """The bank's arrays in the order that `merge` takes them, listed anew when one is new."""
-        arrays = self.bank.arrays
-        now = list(arrays.values())
-        if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
-            names = self._names
-            self._leaves = [getattr(arrays[names[p[:-1]]], p[-1]) for p in self._bank_paths]
-            self._seen = now
-        return self._leaves
-
-    def merge(self, base: list[jax.Array], bank: list[jax.Array]) -> Decoder:
-        """The model again, from (possibly traced, possibly split) arrays."""
-        base_state = jax.tree.unflatten(self._base_tree, base)
-        return nnx.merge(self.graph, base_state, jax.tree.unflatten(self._bank_tree, bank))
-
-    def specs(self) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
-        """How base and bank arrays are split over the mesh."""
-        return tuple(
-            [partition_spec(axes, self.rules) for axes in group]
-            for group in (self._base_axes, self._bank_axes)
-        )
 
 
 class Results(NamedTuple):
@@ -157,7 +100,6 @@ class Steps:
         self.waited = 0.0
         self._lost = False
         self._compiled: dict[str, Any] = {}
-        self._lowering = threading.Lock()
         # What the compiler works on for longest comes first.
         jobs = {f"step[{size}]": self._step_job(size) for size in reversed(token_buckets)}
         if decode_steps > 1:
@@ -177,11 +119,16 @@ class Steps:
         self._stage = {size: self._compile_copy(its, True) for size, its in self._packed.items()}
         self._copy = {n: self._compile_copy(its, False) for n, its in self._chosen.items()}
         self._fences = self._leave_holes()
-        with ThreadPoolExecutor() as threads:
-            futures = {name: threads.submit(self._compile, job) for name, job in jobs.items()}
-            for done, (name, future) in enumerate(futures.items()):
+        # Kernels have threads of their own: a step's must not wait for other steps to end.
+        with ThreadPoolExecutor() as kernels, ThreadPoolExecutor() as threads:
+            # Tracing and lowering are Python, which threads would only slow down; compiling is not.
+            # Mosaic numbers kernels as they are lowered, and the persistent cache finds them in
+            # the same order alone.
+            compiled = [threads.submit(self._lower(job, kernels).compile) for job in jobs.values()]
+            for done, (name, future) in enumerate(zip(jobs, compiled, strict=True)):
                 self._compiled[name] = future.result()
-                progress(done + 1, len(futures))
+                progress(done + 1, len(jobs))
+            kernels.shutdown(cancel_futures=True)
         self.names = tuple(jobs)
 
     def run(self, batch: StepBatch) -> Results:
@@ -190,16 +137,15 @@ class Steps:
         The hidden states it gives are only there until the next step begins.
         """
         size, steps = batch.size, batch.steps
+        name = f"step[{size}]" if steps == 1 else f"decode[{size}] × {steps}"
+        self._check_name(name)
         packed = self._packed[size] = self._stage[size](batch.packed, self._packed[size])
         kept, chosen = (self.pages, self.last_tokens), self._chosen[steps]
         if steps > 1:
-            name = f"decode[{size}] × {steps}"
             self.pages, self.last_tokens, chosen = self._call(name, *kept, chosen, packed)
         else:
             results = self._hidden[size], self._logits, chosen
-            self.pages, self.last_tokens, results = self._call(
-                f"step[{size}]", *kept, results, packed
-            )
+            self.pages, self.last_tokens, results = self._call(name, *kept, results, packed)
             self._hidden[size], self._logits, chosen = results
         self._chosen[steps] = chosen
         if steps == 1 and batch.filters:
@@ -244,13 +190,16 @@ class Steps:
                 self._lost = True
 
     def _call(self, name: str, *inputs):
-        if name not in self._compiled:
-            raise LateCompileError(f"there is no step {name}; the engine has {self.names}")
+        self._check_name(name)
         if self._lost:
             raise CacheLostError(
                 "an earlier step failed on the device and its cache is lost; build a new engine"
             )
         return self._compiled[name](self.arrays.base, self.arrays.bank_leaves(), *inputs)
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._compiled:
+            raise LateCompileError(f"there is no step {name}; the engine has {self.names}")
 
     def _step_job(self, size: int) -> _Job:
         function = functools.partial(step, self.layout)
@@ -263,7 +212,8 @@ class Steps:
         inputs = self.pages, self.last_tokens, self._chosen[steps], self._packed[size]
         return _Job(function, inputs, (2, 3, 4))
 
-    def _compile(self, job: _Job):
+    def _lower(self, job: _Job, kernels: Executor) -> jax.stages.Lowered:
+        """A job ready to be compiled; its kernels are being compiled then."""
         bound = functools.partial(job.function, self.arrays)
         bound.__name__ = _name(job.function)  # what compile logs call it
         arguments = (self.arrays.base, self.arrays.bank_leaves(), *job.inputs)
@@ -271,10 +221,11 @@ class Steps:
             bound, arguments = self._on_mesh(bound, arguments, job.inputs[0] is self.pages)
         # A step does not read what lies where it writes: dropped as unused, it is not donated.
         jitted = jax.jit(bound, donate_argnums=job.donated, keep_unused=True)
-        # Tracing and lowering are Python, which threads would only slow down; compiling is not.
-        with self._lowering:
-            lowered = jitted.lower(*arguments)
-        return lowered.compile()
+        lowered = jitted.lower(*arguments)
+        # The last first: where threads are few, the compiler itself has come to the first by then.
+        for program in reversed(kernel_programs(lowered)):
+            kernels.submit(lambda program=program: program.lower().compile())
+        return lowered
 
     def _compile_copy(self, array: jax.Array, in_place: bool):
         """Copies an array like this one; with `in_place` a second one says where to."""
@@ -337,104 +288,6 @@ def _name(function: Callable) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return function.__name__
-
-
-def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, results, packed):
-    """One step: (pages, last_tokens, (hidden, logits, chosen)), see `Results`.
-
-    The results take the memory of earlier ones, which are given for that alone.
-    """
-    del results
-    inputs = layout.unpack(packed)
-    model = arrays.merge(base, bank)
-    pages, hidden, logits = _forward(model, pages, last_tokens, inputs)
-    last_tokens, chosen = _choose(logits, inputs.rows, last_tokens, filters=False)
-    return pages, last_tokens, (hidden, logits, chosen[None])
-
-
-def decode(
-    steps: int,
-    layout: StepLayout,
-    arrays: ModelArrays,
-    base,
-    bank,
-    pages,
-    last_tokens,
-    chosen,
-    packed,
-):
-    """Several steps of a batch of one token for each row: (pages, last_tokens, chosen)."""
-    inputs = layout.unpack(packed)
-    model = arrays.merge(base, bank)
-    real = inputs.request >= 0
-
-    def body(i, carry):
-        pages, last_tokens, chosen = carry
-        now = inputs._replace(
-            tokens=jnp.where(real & (i > 0), FED_BACK, inputs.tokens),
-            positions=inputs.positions + jnp.where(real, i, 0),
-            rows=inputs.rows._replace(step=inputs.rows.step + i),
-        )
-        pages, _, logits = _forward(model, pages, last_tokens, now)
-        last_tokens, one = _choose(logits, now.rows, last_tokens, filters=None)
-        return pages, last_tokens, chosen.at[i].set(one)
-
-    pages, last_tokens, chosen = lax.fori_loop(0, steps, body, (pages, last_tokens, chosen))
-    return pages, last_tokens, chosen
-
-
-def filter_rows(layout: StepLayout, arrays: ModelArrays, base, bank, logits, last_tokens, part):
-    """Chooses once more, with filters, from the logits of a step: (last_tokens, chosen)."""
-    last_tokens, chosen = _choose(logits, layout.row_values(part), last_tokens, filters=True)
-    return last_tokens, chosen[None]
-
-
-def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs):
-    """The pages with the batch's tokens written, hidden [T, H], and the rows' logits [B, V]."""
-    request, rows = inputs.request, inputs.rows
-    fed_back = last_tokens.at[request].get(mode="clip")
-    tokens = jnp.where(inputs.tokens == FED_BACK, fed_back, inputs.tokens)
-    token_slots = jnp.where(request >= 0, rows.slots.at[request].get(mode="clip"), -1)
-    # As a slice of the host's array, which lies somewhere else at every step, the tables would be
-    # an operand that moves, of every layer's attention (see above).
-    tables = jnp.maximum(rows.page_tables, 0)
-    view = PageView(request, inputs.positions, tables)
-    caches = [LayerCache(first, second, view) for first, second in pages]
-    hidden, caches = model(tokens, token_slots, caches)
-    # What is sampled and what is scored must begin from the same bits: nothing crosses this line.
-    hidden = lax.optimization_barrier(hidden)
-    slots = jnp.where(rows.sample_at >= 0, rows.slots, -1)
-    logits = model.logits(hidden.at[rows.sample_at].get(mode="clip"), slots)
-    return [(cache.first, cache.second) for cache in caches], hidden, logits
-
-
-def _choose(logits, rows: RowInputs, last_tokens, filters: bool | None):
-    """The rows' last tokens [B], and the tokens and the bits of their logprobs [2, B]."""
-    samples = rows.sample_at >= 0
-    settings = SamplingRows(
-        # Rows of requests that are gone, or not so far, keep theirs: they must cost nothing.
-        temperature=jnp.where(samples, rows.temperature, 0),
-        top_k=rows.top_k,
-        top_p=rows.top_p,
-        min_p=rows.min_p,
-        seed=rows.seed,
-        step=rows.step,
-    )
-    sampled = sample(logits, settings, filters)
-    logprobs = token_logprobs(logits, sampled)
-    last_tokens = jnp.where(samples, sampled, last_tokens)
-    return last_tokens, jnp.stack([sampled, logprobs.view(jnp.int32)])
-
-
-def top_rows(count: int, arrays: ModelArrays, base, bank, logits) -> TopK:
-    """The most likely tokens of each row of what was sampled from or scored."""
-    return top_logprobs(logits, count)
-
-
-def score_rows(arrays: ModelArrays, base, bank, hidden, token_slots, targets):
-    """Logprobs [T] of each row's target, and the logits [T, V]."""
-    logits = arrays.merge(base, bank).logits(hidden, token_slots)
-    return token_logprobs(logits, targets), logits
 
 
 def page_specs(config: ModelConfig, mesh: Mesh | None, layers: int):

@@ -101,7 +101,7 @@ def product_kernel(
         lora = (
             tables.place,
             tables.run_end,
-            *(u.array for u in terms.u),
+            *layout.distinct_u(terms),
             *terms.factors,
         )
     tiles = (tables.place,) if tables.tiles is None else tables.tiles
@@ -187,7 +187,9 @@ class _Kernel:
         )
         if layout.terms:
             ((self.u_load, self.u_tiles),), ((self.b,),) = u_views, b_views
-            self.u, self.factors = lora[: layout.terms], lora[layout.terms :]
+            arrays = lora[: -layout.terms]
+            self.u = [arrays[number] for number in layout.u_array]
+            self.factors = lora[-layout.terms :]
         self.out, self.full, self.empty, self.low_rank_full = out, full, empty, low_rank_full
 
     def stage_of(self, step):

@@ -41,6 +41,9 @@ class ProductLayout:
         self.ranks = () if terms is None else tuple(f.shape[2] for f in terms.factors)
         self.shared = () if terms is None else tuple(f.shape[1] == 1 for f in terms.factors)
         self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
+        # Terms of one shrink are columns of one array: it is passed once, and described once.
+        arrays = [] if terms is None else [id(u.array) for u in terms.u]
+        self.u_array = tuple(list(dict.fromkeys(arrays)).index(its) for its in arrays)
         self.u_first = () if terms is None else tuple(u.first for u in terms.u)
         self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
         self.terms_of_stage = len(self.sets()[0].terms) if self.terms else 0
@@ -51,6 +54,10 @@ class ProductLayout:
         self.run_end = LINE + words_of_rows(schedule.heights)
         self.w_rows = self.parts * schedule.features
         self.w_copies = 1 if contract == 2 and not interpreted else self.w_rows // 64
+
+    @staticmethod
+    def distinct_u(terms):
+        return {id(u.array): u.array for u in terms.u}.values()
 
     def name(self):
         s = self.schedule
