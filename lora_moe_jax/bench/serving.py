@@ -114,7 +114,7 @@ def build_engine(
         max_requests=requests,
         max_length=min(prompt + output, config.max_position),
         page_size=PAGE,
-        token_buckets=[max(size, requests) for size in sorted(buckets)],
+        token_buckets=sorted(buckets),
         prefill_chunk=None,
         decode_steps=decode_steps,
         cache_tokens=max(load.requests * (load.context + output + PAGE) for load in loads),

@@ -116,8 +116,9 @@ class Engine:
           max_length: most tokens of one request, prompt and output together. Default: 1024, or
             what the model was made for if that is less.
           page_size: tokens of a cache page.
-          token_buckets: sizes of the flat batch that steps are compiled for. Default: one for
-            generation and one for prompts.
+          token_buckets: sizes of the flat batch that steps are compiled for; the largest has room
+            for a token of every request. A small one makes few requests faster. Default: one for
+            generation by `max_requests`, and one for prompts.
           prefill_chunk: most tokens of one prompt in one step. Default: the largest bucket.
           cache_tokens: positions that the cache holds for all requests together. Default: enough
             for every running request to be as long as any. With less, more requests can run than

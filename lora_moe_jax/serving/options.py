@@ -86,7 +86,9 @@ class EngineOptions:
                 found=repr(token_buckets),
             )
         for size in token_buckets:
-            _check_size("token_buckets", size, minimum=sizes["max_requests"])
+            _check_size("token_buckets", size)
+        # A token of every request that runs has room.
+        _check_size("token_buckets", max(token_buckets), minimum=sizes["max_requests"])
         buckets = tuple(
             sorted({-(-size // SMALLEST_BUCKET) * SMALLEST_BUCKET for size in token_buckets})
         )

@@ -89,6 +89,7 @@ class Scheduler:
         self.page_tables = self._rows.values.page_tables
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._most_rows = rows
         self._free_rows = list(range(rows - 1, -1, -1))
         # Whether one that waits may be admitted now, as far as is known without looking.
         self._look = False
@@ -147,8 +148,10 @@ class Scheduler:
         if not generating and not prompts:
             return None
         total = len(generating) + sum(length for _, length in prompts)
-        size = next(bucket for bucket in self.token_buckets if bucket >= total)
         steps = self.decode_steps if self._can_go_on(generating, prompts) else 1
+        # Several steps at once are compiled for one size.
+        total = total if steps == 1 else self._most_rows
+        size = next(bucket for bucket in self.token_buckets if bucket >= total)
         batch = self._rows.lay_out(generating, prompts, size=size, steps=steps)
         for chunk in batch.chunks:
             chunk.request.computed += chunk.length + steps - 1

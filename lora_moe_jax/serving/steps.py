@@ -103,7 +103,7 @@ class Steps:
         # What the compiler works on for longest comes first.
         jobs = {f"step[{size}]": self._step_job(size) for size in reversed(token_buckets)}
         if decode_steps > 1:
-            size = token_buckets[0]
+            size = next(size for size in token_buckets if size >= requests)
             jobs[f"decode[{size}] × {decode_steps}"] = self._decode_job(size, decode_steps)
         for size, hidden in self._hidden.items():
             flat = jax.ShapeDtypeStruct((size,), jnp.int32)

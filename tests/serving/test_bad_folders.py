@@ -49,7 +49,7 @@ BAD_OPTIONS = [
     ("max_requests", (0, None, "8")),
     ("max_length", (0, 257, 1.5, "64")),
     ("page_size", (0, -16, None, 16.0)),
-    ("token_buckets", ((), 8, "96", [0], [7, 96], ["8"], [8.0], [True], {8: 1})),
+    ("token_buckets", ((), 8, "96", [0], [7], ["8"], [8.0], [True], {8: 1})),
     ("prefill_chunk", (0, -1, 1.5, "8")),
     ("cache_tokens", (0, 15, 1.5, "512")),
     ("target_modules", (["z_proj"], "q_proj", 5, [], [3], ["q_proj", ""], [None])),

@@ -87,6 +87,22 @@ def test_several_steps_at_once_give_the_same_bits(singles, loops):
         assert bits(alone) == expected[place]
 
 
+def test_few_requests_take_a_small_step():
+    sizes = {"token_buckets": [3, 9, 64], "max_requests": 10, "decode_steps": LOOP}
+    one = Engine.from_pretrained(GOLDEN / FAMILY / "base", **SIZES | sizes)
+    assert one.options.token_buckets == (8, 16, 64)
+    batch = prompts([4, 30, 1, 17, 9, 33, 2, 25, 3, 6])
+    begun, run = [], one._runner.steps.run
+    one._runner.steps.run = lambda batch: (begun.append((batch.size, batch.steps)), run(batch))[1]
+    expected = list(map(bits, one.generate(batch, greedy(2 + LOOP))))
+    assert {(64, 1), (16, 1)} <= set(begun)
+    begun.clear()
+    for place, prompt in enumerate(batch[:3]):
+        assert bits(one.generate([prompt], greedy(2 + LOOP))[0]) == expected[place]
+    # The loop is compiled for any number of requests.
+    assert (8, 1) in begun and (16, LOOP) in begun and (8, LOOP) not in begun
+
+
 def test_the_device_is_asked_once_for_several_steps(loops, monkeypatch):
     begun, run = [], loops._runner.steps.run
     monkeypatch.setattr(
