@@ -17,6 +17,17 @@ from lora_moe_jax.serving.sampling_params import SamplingParams
 from lora_moe_jax.serving.sleep import EngineAsleepError, EngineBusyError
 from lora_moe_jax.serving.steps import CacheLostError
 from lora_moe_jax.serving.stream import RequestStream
+from lora_moe_jax.training import (
+    Datum,
+    ForwardBackward,
+    LoraConfig,
+    Loss,
+    LossBatch,
+    StepReport,
+    Trainer,
+    TrainingInfo,
+    grpo_advantages,
+)
 
 __all__ = [
     "Adapter",
@@ -26,18 +37,27 @@ __all__ = [
     "CheckpointError",
     "Completion",
     "ConfigError",
+    "Datum",
     "Delta",
     "Engine",
     "EngineAsleepError",
     "EngineBusyError",
     "FinishReason",
+    "ForwardBackward",
     "LateCompileError",
+    "LoraConfig",
     "LoraMoeError",
+    "Loss",
+    "LossBatch",
     "QueueFullError",
     "RequestError",
     "RequestStream",
     "SamplingParams",
     "Score",
+    "StepReport",
+    "Trainer",
+    "TrainingInfo",
+    "grpo_advantages",
     "read_adapter",
     "write_adapter",
 ]

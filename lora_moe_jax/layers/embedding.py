@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.layers.adapter_slots import adapter_slots, lora_of
 from lora_moe_jax.layers.build import Build
+from lora_moe_jax.layers.embedding_lora import columns, plus_rows
 from pallas_kernels import lora_matmul
 
 
@@ -34,12 +35,10 @@ class Embedding(nnx.Module):
         if self.slots is None:
             return x
         a, b, scaling = self.slots.lora()
-        slot = jnp.maximum(token_slots, 0)
-        u = jnp.where(here, a[slot, 0, :, row].astype(jnp.float32), 0)
-        u = self.axes.psum(u, self.vocab_axis) * scaling[slot, 0][:, None]
-        y = x.astype(jnp.float32)
-        for rank in range(b.shape[2]):
-            y = y + u[:, rank, None] * b[slot, 0, rank].astype(jnp.float32)
+        u = jnp.where(here, columns(a, token_slots, row).astype(jnp.float32), 0)
+        scaling = scaling[jnp.maximum(token_slots, 0), 0][:, None]
+        u = self.axes.psum(u, self.vocab_axis) * scaling
+        y = plus_rows(x.astype(jnp.float32), u, b, token_slots)
         return jnp.where((token_slots >= 0)[:, None], y.astype(x.dtype), x)
 
 

@@ -50,7 +50,8 @@ def score(logits: Float[Array, "tokens experts"], config: MoeConfig) -> jax.Arra
     """Each expert's score."""
     if config.scoring == "sigmoid":
         return jax.nn.sigmoid(logits)
-    exponentials = jnp.exp(logits - logits.max(-1, keepdims=True))
+    # The maximum cancels out, in the gradient too.
+    exponentials = jnp.exp(logits - lax.stop_gradient(logits.max(-1, keepdims=True)))
     return exponentials / row_sum(exponentials)
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.head_rotation import xla
+from pallas_kernels.head_rotation import differentiable, xla
 from pallas_kernels.implementation import check_known, implementation_module
 from pallas_kernels.paged_attention.api import PageView
 
@@ -32,6 +32,8 @@ def rotate_and_cache(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Normed and rotated queries, and the pages with normed, rotated keys and with values.
 
+    Differentiable with respect to heads, weights and pages, not to angles.
+
     Args:
       heads: of each token H query heads, G key heads and G value heads.
       q_weight, k_weight: of the RMS norm over each head, see `rms_norm`.
@@ -46,9 +48,10 @@ def rotate_and_cache(
     Raises:
       NotImplementedError: an implementation that does not exist or cannot serve these shapes.
     """
-    return _backend(implementation, heads).rotate_and_cache(
-        heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps
-    )
+    return differentiable.rotate_and_cache(
+        _backend(implementation, heads), eps,
+        heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view,
+    )  # fmt: skip
 
 
 def rotate(

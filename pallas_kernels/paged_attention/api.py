@@ -16,7 +16,7 @@ from pallas_kernels.implementation import (
     implementation_module,
     platform_implementation,
 )
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention import differentiable, xla
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
 
@@ -42,9 +42,9 @@ def write_pages(
 ) -> Float[Array, "pages page_size *features"]:
     """Stores each token's values at its position.
 
-    Padding tokens, and positions past the request's page table, write nothing.
+    Padding tokens, and positions past the request's page table, write nothing. Differentiable.
     """
-    return xla.write_pages(pages, values, view)
+    return differentiable.write_pages(pages, values, view)
 
 
 def paged_attention(
@@ -66,6 +66,9 @@ def paged_attention(
     on its own request alone, not on the batch, the chunk it came in, or the page numbers.
     Isolation: positions outside the token's view are selected away, whatever they hold.
 
+    Differentiable with respect to q and the pages where the batch holds whole sequences, positions
+    from 0 on: training. The gradient has the same exactness and isolation.
+
     Args:
       implementation: "xla", "mosaic_gpu" (Hopper) or "mosaic_tpu" (which has run in the interpreter
         alone). None: "mosaic_gpu" where it serves, else "xla". Their bits differ.
@@ -74,7 +77,7 @@ def paged_attention(
       NotImplementedError: an implementation that cannot serve these shapes.
     """
     backend = _choose_backend(implementation, "check_grouped", q, k_pages, v_pages)
-    return backend.paged_attention(q, k_pages, v_pages, view, scale, sliding_window)
+    return differentiable.paged_attention(backend, scale, sliding_window, q, k_pages, v_pages, view)
 
 
 def paged_latent_attention(
@@ -95,7 +98,9 @@ def paged_latent_attention(
     backend = _choose_backend(
         implementation, "check_latent", q_latent, q_rope, latent_pages, rope_pages
     )
-    return backend.paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale)
+    return differentiable.paged_latent_attention(
+        backend, scale, q_latent, q_rope, latent_pages, rope_pages, view
+    )
 
 
 def _choose_backend(implementation: str | None, check: str, *arrays) -> ModuleType:

@@ -16,12 +16,23 @@ KV_BLOCK = 64
 
 
 def write_pages(pages, values, view):
-    page_size = pages.shape[1]
     flat = pages.reshape(-1, *pages.shape[2:])
+    slot = _slot_of_token(pages, view)
+    return flat.at[slot].set(values.astype(pages.dtype), mode="drop").reshape(pages.shape)
+
+
+def read_pages(pages, view):
+    """What `write_pages` has written of each token; zeros where it writes nothing."""
+    flat = pages.reshape(-1, *pages.shape[2:])
+    return flat.at[_slot_of_token(pages, view)].get(mode="fill", fill_value=0)
+
+
+def _slot_of_token(pages, view):
+    """Each token's row of the flattened cache; past the end for what is not cached."""
+    page_size = pages.shape[1]
     slot = _cache_index(view.page_tables, view.request, view.positions, page_size)
     in_table = (view.request >= 0) & (view.positions < view.page_tables.shape[1] * page_size)
-    slot = jnp.where(in_table, slot, flat.shape[0])  # past the end: dropped
-    return flat.at[slot].set(values.astype(pages.dtype), mode="drop").reshape(pages.shape)
+    return jnp.where(in_table, slot, pages.shape[0] * page_size)
 
 
 def paged_attention(q, k_pages, v_pages, view, scale, sliding_window):

@@ -1,7 +1,8 @@
 """Reductions over the features of a row whose bits depend on that row alone.
 
 The compiler orders a plain reduction by the shape of the whole array, so that a row's sum can
-differ in its last bit between a batch of 8 and one of 128.
+differ in its last bit between a batch of 8 and one of 128. All are differentiable, with gradients
+that are as independent.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import check_known, implementation_module
+from pallas_kernels.row_reduce import differentiable
 
 IMPLEMENTATIONS = ("xla", "triton")
 
@@ -29,7 +31,7 @@ def row_sum(
       NotImplementedError: there is no such implementation.
     """
     rows = x.reshape(-1, x.shape[-1])
-    return _backend(implementation).row_sum(rows).reshape(*x.shape[:-1], 1)
+    return differentiable.row_sum(_backend(implementation), rows).reshape(*x.shape[:-1], 1)
 
 
 def rms_norm(
@@ -44,7 +46,8 @@ def rms_norm(
     Args and errors: see `row_sum`.
     """
     rows = x.reshape(-1, x.shape[-1])
-    return _backend(implementation).rms_norm(rows, weight.astype(x.dtype), eps).reshape(x.shape)
+    weight = weight.astype(x.dtype)
+    return differentiable.rms_norm(_backend(implementation), eps, rows, weight).reshape(x.shape)
 
 
 def log_sum_exp(
@@ -54,7 +57,7 @@ def log_sum_exp(
 
     Args and errors: see `row_sum`.
     """
-    return _backend(implementation).log_sum_exp(x)
+    return differentiable.log_sum_exp(_backend(implementation), x)
 
 
 def _backend(implementation: str | None) -> ModuleType:

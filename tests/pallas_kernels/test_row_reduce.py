@@ -88,3 +88,28 @@ def test_gradients():
 def test_unknown_implementations_are_refused():
     with pytest.raises(NotImplementedError, match="'cuda' is not one of"):
         row_sum(normal(2, 3), implementation="cuda")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_are_those_of_the_definition(implementation):
+    x, weight, dy = normal(5, 100), normal(100, seed=1), normal(5, 100, seed=2)
+
+    def plain_norm(x, weight):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+
+    pairs = [
+        (functools.partial(row_sum, implementation=implementation), lambda x: x.sum(1)[:, None]),
+        (
+            functools.partial(log_sum_exp, implementation=implementation),
+            lambda x: jax.nn.logsumexp(x, axis=1),
+        ),
+    ]
+    for function, plain in pairs:
+        y, pullback = jax.vjp(plain, x)
+        of_rows = dy[:, 0].reshape(y.shape)
+        (found,), (expected,) = jax.vjp(function, x)[1](of_rows), pullback(of_rows)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    norm = functools.partial(rms_norm, eps=1e-6, implementation=implementation)
+    found, expected = jax.vjp(norm, x, weight)[1](dy), jax.vjp(plain_norm, x, weight)[1](dy)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)

@@ -1,0 +1,77 @@
+"""An embedding's low-rank product, u = A[slot, :, token] and y + u · B[slot], with gradients.
+
+Many tokens may read one column of A, and all tokens of an adapter its B. Their gradients are summed
+in float32 in the order of tokens, so that they depend on the adapter's own tokens alone.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import Lora, lora_matmul
+
+
+@jax.custom_vjp
+def columns(a: jax.Array, slots: jax.Array, row: jax.Array) -> jax.Array:
+    """a `[S, 1, R, V]` of each token's slot and row: `[T, R]`; of slot 0 where there is none."""
+    return a[jnp.maximum(slots, 0), 0, :, row]
+
+
+def _columns_forward(a, slots, row):
+    return columns(a, slots, row), (a, slots, row)
+
+
+def _columns_backward(saved, du):
+    a, slots, row = saved
+    count, _, rank, vocab = a.shape
+    place = jnp.arange(slots.shape[0])
+    past = count * vocab + place  # no two tokens write to one place at a time
+    key = jnp.where(slots >= 0, slots * vocab + row, past)
+    order = jnp.argsort(key, stable=True)
+    begins = key[order] != jnp.roll(key[order], 1)
+    turn = place - lax.cummax(jnp.where(begins, place, 0))
+    turn = jnp.zeros_like(turn).at[order].set(turn, unique_indices=True)
+
+    def add(i, total):
+        index = jnp.where(turn == i, key, past)
+        return total.at[index].add(du.astype(jnp.float32), mode="drop", unique_indices=True)
+
+    total = jnp.zeros((count * vocab, rank), jnp.float32)
+    total = lax.fori_loop(0, jnp.max(turn) + 1, add, total)
+    return total.reshape(count, 1, vocab, rank).swapaxes(2, 3).astype(a.dtype), None, None
+
+
+columns.defvjp(_columns_forward, _columns_backward)
+
+
+@jax.custom_vjp
+def plus_rows(y: jax.Array, u: jax.Array, b: jax.Array, slots: jax.Array) -> jax.Array:
+    """y + u `[T, R]` · b `[S, 1, R, H]` of each token's slot, added in rank order in float32."""
+    slot = jnp.maximum(slots, 0)
+    for rank in range(b.shape[2]):
+        y = y + u[:, rank, None] * b[slot, 0, rank].astype(jnp.float32)
+    return y
+
+
+def _plus_rows_forward(y, u, b, slots):
+    return plus_rows(y, u, b, slots), (u, b, slots)
+
+
+def _plus_rows_backward(saved, dy):
+    """The gradient of `lora_matmul` with A = 1 and no base."""
+    u, b, slots = saved
+    count, _, rank, width = b.shape
+    eye = jnp.broadcast_to(jnp.eye(rank, dtype=b.dtype), (count, 1, rank, rank))
+    scaling = jnp.ones((count, 1), jnp.float32)
+
+    def product(u, b):
+        w = jnp.zeros((width, rank), b.dtype)
+        return lora_matmul(u, w, slots, (Lora(eye, b, scaling),))
+
+    _, pullback = jax.vjp(product, u, b)
+    return dy, *pullback(dy), None
+
+
+plus_rows.defvjp(_plus_rows_forward, _plus_rows_backward)

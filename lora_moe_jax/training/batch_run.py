@@ -1,0 +1,122 @@
+"""One batch through the model and back: packs, logprobs, losses, gradients by adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from lora_moe_jax.training.datum import Row
+from lora_moe_jax.training.loss_value import value_and_gradient
+from lora_moe_jax.training.losses import Loss
+from lora_moe_jax.training.masters import Masters
+from lora_moe_jax.training.model_pass import Inputs, ModelPass
+from lora_moe_jax.training.optimizer import of_adapter, sums
+from lora_moe_jax.training.packing import (
+    Pack,
+    PackedBatch,
+    PackSizes,
+    packed,
+    packs,
+    places,
+    smallest,
+)
+from lora_moe_jax.training.pieces import SlotGradients
+
+
+@dataclass(frozen=True)
+class InTraining:
+    """An adapter of the batch, and its slot now."""
+
+    slot: int
+    masters: Masters
+
+
+@dataclass
+class BatchRun:
+    """The batch's results as they come.
+
+    Attributes:
+      logprobs: of each row, by its place in the batch.
+      losses, gradients: by adapter.
+    """
+
+    model: ModelPass
+    sizes: Sequence[PackSizes]
+    adapters: Mapping[str, InTraining]
+    loss: Loss
+    options: dict[str, np.float32]
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, Masters] = field(default_factory=dict)
+
+    def run(self, rows: Sequence[Row]) -> None:
+        """Computes everything of all rows."""
+        every = packs(rows, self.sizes[-1])
+        for group in [[pack] for pack in every] if self.loss.by_sequence else [every]:
+            self._run_group(group)
+
+    def _run_group(self, group: list[Pack]) -> None:
+        """Packs whose loss is one. The inputs of layers are kept only if there is one pack."""
+        for pack in group:
+            sizes, batch = self._arrays(pack)
+            inputs = self._forward(pack, sizes, batch)
+        gradients = self._evaluate(group)
+        for pack in group:
+            if len(group) > 1:
+                sizes, batch = self._arrays(pack)
+                inputs = self._forward(pack, sizes, batch)
+            self._backward(pack, sizes, batch, inputs, gradients)
+
+    def _arrays(self, pack: Pack) -> tuple[PackSizes, PackedBatch]:
+        sizes = smallest(pack, self.sizes)
+        slots = {name: self.adapters[name].slot for name in pack.pieces}
+        return sizes, jax.device_put(packed(pack, sizes, slots))
+
+    def _forward(self, pack: Pack, sizes: PackSizes, batch: PackedBatch) -> Inputs:
+        flat, inputs = self.model.forward(sizes, batch)
+        flat = np.asarray(flat)
+        for row, place in zip(pack.rows, places(pack), strict=True):
+            self.logprobs[row.place] = flat[place]
+        return inputs
+
+    def _evaluate(self, group: list[Pack]) -> dict[int, np.ndarray]:
+        """Adds the group's losses; gives their gradients by each row's logprobs."""
+        found: dict[int, np.ndarray] = {}
+        for name in dict.fromkeys(name for pack in group for name in pack.pieces):
+            rows = [row for pack in group for row in pack.pieces.get(name, [])]
+            logprobs = [self.logprobs[row.place] for row in rows]
+            value, gradients = value_and_gradient(self.loss, self.options, rows, logprobs)
+            self.losses[name] = self.losses.get(name, 0.0) + value
+            found |= {row.place: one for row, one in zip(rows, gradients, strict=True)}
+        return found
+
+    def _backward(
+        self,
+        pack: Pack,
+        sizes: PackSizes,
+        batch: PackedBatch,
+        inputs: Inputs,
+        gradients: Mapping[int, np.ndarray],
+    ) -> None:
+        flat = np.zeros(sizes.tokens, np.float32)
+        for row, place in zip(pack.rows, places(pack), strict=True):
+            flat[place] = gradients[row.place]
+        for of_slots in self.model.backward(sizes, batch, inputs, flat):
+            for name in pack.pieces:
+                self._add(name, of_slots)
+
+    def _add(self, name: str, of_slots: SlotGradients) -> None:
+        """Adds an adapter's part of a piece's gradients."""
+        own, total = self.adapters[name], self.gradients.setdefault(name, {})
+        wanted = {key: of_slots[key] for key in of_slots if key in own.masters}
+        if not wanted:
+            return
+        like = {key: own.masters[key] for key in wanted}
+        gradients = of_adapter(like, wanted, np.int32(own.slot))
+        if not total.keys() >= wanted.keys():
+            total |= gradients
+        else:
+            total |= sums({key: total[key] for key in wanted}, gradients)

@@ -1,0 +1,192 @@
+"""What an adapter in training looks like: `LoraConfig`, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from lora_moe_jax.adapters.bank import Bank
+from lora_moe_jax.adapters.config import AdapterConfig
+from lora_moe_jax.adapters.projection import Projection
+from lora_moe_jax.adapters.sites import aliases
+from lora_moe_jax.adapters.targets import Targets
+from lora_moe_jax.errors import AdapterError
+
+INITS = ("default", "gaussian")
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """A new adapter, with PEFT's meaning of each field.
+
+    Attributes:
+      rank, alpha: where no pattern says otherwise; every expert has this rank.
+      target_modules: names or name endings (`q_proj`, `experts.up_proj`), one regular expression of
+        whole names, or "all-linear": all linear layers and routed experts, without router,
+        embedding and output head.
+      exclude_modules: likewise, for what is not targeted after all.
+      rank_pattern, alpha_pattern: regular expression of a name's end -> its own rank or alpha. The
+        name of an expert's projection is `….experts.3.up_proj`.
+      use_rslora: the scaling is alpha / sqrt(rank) instead of alpha / rank.
+      init: of A, B being zero: "default" (uniform within 1 / sqrt(in)) or "gaussian" (standard
+        deviation 1 / rank). An embedding's A is zero and its B normal.
+      seed: of the random numbers, which depend on the projection too, and on nothing else.
+    """
+
+    rank: int = 16
+    alpha: float = 32
+    target_modules: tuple[str, ...] | list[str] | str = ALL_LINEAR
+    exclude_modules: tuple[str, ...] | list[str] | str = ()
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    use_rslora: bool = False
+    init: Literal["default", "gaussian"] = "default"
+    seed: int = 0
+
+    def peft(self) -> AdapterConfig:
+        """The same as PEFT's configuration. Raises AdapterError for a value out of range."""
+        ranks = {"rank": self.rank} | _of("rank_pattern", self.rank_pattern)
+        alphas = {"alpha": self.alpha} | _of("alpha_pattern", self.alpha_pattern)
+        for key, value in ranks.items():
+            if type(value) is not int or value < 1:
+                raise _wrong(key, "an integer of at least 1", value)
+        for key, value in alphas.items():
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise _wrong(key, "a finite number", value)
+        if self.init not in INITS:
+            raise _wrong("init", f"one of {INITS}", self.init)
+        if type(self.seed) is not int:
+            raise _wrong("seed", "an integer", self.seed)
+        return AdapterConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            use_rslora=bool(self.use_rslora),
+            target_modules=_names("target_modules", self.target_modules),
+            exclude_modules=_names("exclude_modules", self.exclude_modules),
+            rank_pattern=dict(self.rank_pattern),
+            alpha_pattern=dict(self.alpha_pattern),
+        )
+
+
+@dataclass(frozen=True)
+class PairShape:
+    """Sizes of a pair of factors.
+
+    Attributes:
+      a, b: shapes `[groups or 1, rank, in]` and `[groups or 1, rank, out]`.
+      ranks, scaling: int32 and float32 `[groups or 1]`, as in `LoraPair`.
+    """
+
+    a: tuple[int, int, int]
+    b: tuple[int, int, int]
+    ranks: np.ndarray
+    scaling: np.ndarray
+
+
+def pair_shapes(config: LoraConfig, bank: Bank) -> dict[str, PairShape]:
+    """The pairs of an adapter, by projection name.
+
+    Raises:
+      AdapterError: a field is out of range, a target is none of the engine's, or a rank is above
+        the bank's.
+    """
+    peft = config.peft()
+    targets = Targets(peft, None)
+    found = {}
+    for name, projection in bank.projections.items():
+        wanted = [_wanted(targets, projection, group) for group in range(projection.groups)]
+        if any(wanted):
+            found[name] = _pair_shape(targets, projection, wanted, bank)
+    named = peft.target_modules if isinstance(peft.target_modules, tuple) else ()
+    for target in named:
+        if not any(_matches(target, projection) for projection in bank.projections.values()):
+            raise _no_target(target, bank)
+    if not found:
+        raise _no_target(config.target_modules, bank)
+    return found
+
+
+def _wanted(targets: Targets, projection: Projection, group: int) -> bool:
+    names = aliases(projection, group)
+    if targets.all_linear:
+        linear = projection.kind in ("linear", "expert")
+        return linear and not any(map(targets.excludes, names))
+    return any(map(targets.module, names)) and not any(map(targets.excludes, names))
+
+
+def _matches(target: str, projection: Projection) -> bool:
+    rule = Targets(AdapterConfig(target_modules=(target,)), None)
+    names = (name for group in range(projection.groups) for name in aliases(projection, group))
+    return any(map(rule.module, names))
+
+
+def _pair_shape(
+    targets: Targets, projection: Projection, wanted: list[bool], bank: Bank
+) -> PairShape:
+    names = [aliases(projection, group)[0] for group in range(projection.groups)]
+    ranks = [targets.rank(name) if use else 0 for name, use in zip(names, wanted, strict=True)]
+    scaling = [
+        targets.scaling(name) if rank else 0 for name, rank in zip(names, ranks, strict=True)
+    ]
+    rank, name, arrays = max(ranks), projection.name, bank.arrays[projection.name]
+    if rank > bank.max_rank:
+        raise AdapterError(
+            "the adapter's rank is above the bank's",
+            key=name,
+            expected=f"at most {bank.max_rank}",
+            found=rank,
+            hint="build the engine with a larger max_rank",
+        )
+    b_groups = arrays.b.shape[1] if hasattr(arrays, "b") else 1  # kv_b's factors are whole
+    a_groups = arrays.a.shape[1]
+    if min(a_groups, b_groups) < projection.groups and len(set(ranks)) > 1:
+        raise AdapterError(
+            "experts that share a factor must have one rank",
+            key=name,
+            expected="the same rank for every expert",
+            found=sorted(set(ranks)),
+            hint="leave experts out of rank_pattern, or build the engine with shared_outer=False",
+        )
+    count = max(a_groups, b_groups)
+    return PairShape(
+        (a_groups, rank, projection.in_features),
+        (b_groups, rank, projection.out_features),
+        np.asarray(ranks[:count], np.int32),
+        np.asarray(scaling[:count], np.float32),
+    )
+
+
+def _of(key: str, pattern: Mapping[str, object]) -> dict[str, object]:
+    if not isinstance(pattern, Mapping):
+        raise _wrong(key, "a mapping from regular expressions to numbers", pattern)
+    return {f"{key}[{name!r}]": value for name, value in pattern.items()}
+
+
+def _names(key: str, value: object) -> tuple[str, ...] | str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple | list) and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    raise _wrong(key, "names, or one regular expression", value)
+
+
+def _wrong(key: str, expected: str, found: object) -> AdapterError:
+    return AdapterError(
+        "a field of LoraConfig is wrong", key=key, expected=expected, found=repr(found)[:200]
+    )
+
+
+def _no_target(target: object, bank: Bank) -> AdapterError:
+    leaves = sorted({name.rpartition(".")[2] for name in bank.projections})
+    return AdapterError(
+        "the engine has no slots for what the adapter targets",
+        key="target_modules",
+        expected=f"names among {leaves}",
+        found=repr(target)[:200],
+        hint="build the engine with target_modules that include it",
+    )

@@ -1,0 +1,80 @@
+"""A loss's value and its gradient by logprobs, for the sequences of one adapter."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_moe_jax.errors import RequestError
+from lora_moe_jax.training.datum import Row
+from lora_moe_jax.training.losses import Loss, LossBatch, LossFunction
+
+SHORTEST = 16  # tokens: arrays are padded to powers of two, so that few shapes are compiled
+
+
+def value_and_gradient(
+    loss: Loss, options: dict[str, np.float32], rows: list[Row], logprobs: list[np.ndarray]
+) -> tuple[float, list[np.ndarray]]:
+    """The loss of an adapter's rows, and its gradient by each row's logprobs.
+
+    Raises:
+      RequestError: what the loss returns is neither [D, L] nor one number, or rows do not pair up.
+    """
+    if loss.pairs and len(rows) % 2:
+        raise RequestError(
+            "the loss compares pairs of sequences of one adapter",
+            key="batch",
+            expected=f"an even number of sequences of {rows[0].adapter}",
+            found=len(rows),
+        )
+    count = _power_of_two(len(rows), 2)
+    shape = count, _power_of_two(max(row.length - 1 for row in rows), SHORTEST)
+
+    def stacked(arrays: list[np.ndarray], dtype=np.float32) -> np.ndarray:
+        array = np.zeros(shape, dtype)
+        for one, values in zip(array, arrays, strict=False):
+            one[: len(values)] = values
+        return array
+
+    batch = LossBatch(
+        weights=stacked([row.weights for row in rows]),
+        mask=stacked([np.ones(row.length - 1, bool) for row in rows], bool),
+        inputs={name: stacked([row.inputs[name] for row in rows]) for name in loss.needs},
+        options=options,
+    )
+    logprobs = stacked(logprobs)
+    _check_shape(loss.function, logprobs, batch)
+    value, gradient = _value_and_gradient(loss.function, logprobs, batch)
+    gradient = np.asarray(gradient)
+    return float(value), [
+        one[: row.length - 1] for row, one in zip(rows, gradient[: len(rows)], strict=True)
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _value_and_gradient(function: LossFunction, logprobs, batch: LossBatch):
+    def total(logprobs):
+        loss = function(logprobs, batch)
+        return loss if loss.ndim == 0 else jnp.sum(jnp.where(batch.mask, loss, 0))
+
+    return jax.value_and_grad(total)(logprobs)
+
+
+def _check_shape(function: LossFunction, logprobs: np.ndarray, batch: LossBatch) -> None:
+    found = jax.eval_shape(function, logprobs, batch)
+    array = isinstance(found, jax.ShapeDtypeStruct)
+    if array and found.shape in ((), logprobs.shape) and jnp.issubdtype(found.dtype, jnp.floating):
+        return
+    raise RequestError(
+        "the loss has a wrong shape",
+        key="loss",
+        expected=f"one number, or one for each token: float32 {list(logprobs.shape)}",
+        found=f"{found.dtype} {list(found.shape)}" if array else str(found)[:200],
+    )
+
+
+def _power_of_two(size: int, least: int) -> int:
+    return max(least, 1 << (size - 1).bit_length())

@@ -1,0 +1,102 @@
+"""The optimizer of one adapter: its own moments, step count and settings.
+
+Each adapter is stepped by itself, by one function that is compiled for adapters of its shapes: no
+bit of another one is read or written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lora_moe_jax.training.masters import Master, Masters
+from lora_moe_jax.training.pieces import SlotGradients
+
+
+class StepSettings(NamedTuple):
+    """What one step is taken with; numbers that nothing is compiled for.
+
+    Attributes:
+      clip_norm: the gradient is scaled down to this norm; infinity for none.
+    """
+
+    learning_rate: float
+    weight_decay: float
+    clip_norm: float
+
+
+class Stepped(NamedTuple):
+    """An adapter after a step; what it was before where the step was refused.
+
+    Attributes:
+      good: whether gradient and new values (in the bank's dtype, too) are finite.
+      norm: of the gradient over all its parameters, before it was clipped.
+    """
+
+    masters: Masters
+    state: optax.OptState
+    good: jax.Array
+    norm: jax.Array
+
+
+class Optimizer:
+    """Clips, scales by `scaling` (Adam), decays weights, and takes the step.
+
+    Args:
+      scaling: an optax transformation as `optax.scale_by_adam()`, without a learning rate.
+      bank_dtype: that of the slots, into which the new values must fit.
+    """
+
+    def __init__(self, scaling: optax.GradientTransformation, bank_dtype):
+        self.init = jax.jit(scaling.init)
+        step = functools.partial(_step, scaling, bank_dtype)
+        self.step = jax.jit(step, donate_argnums=(0, 1))
+
+
+def _step(scaling, bank_dtype, masters: Masters, state, gradients: Masters, settings: StepSettings):
+    norm = optax.tree.norm(gradients)
+    clip = jnp.minimum(1.0, settings.clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+    clipped = jax.tree.map(lambda gradient: gradient * clip, gradients)
+    updates, new_state = scaling.update(clipped, state, masters)
+
+    def moved(master, update):
+        return master - settings.learning_rate * (update + settings.weight_decay * master)
+
+    new_masters = jax.tree.map(moved, masters, updates)
+    finite = [jnp.isfinite(x.astype(bank_dtype)).all() for x in jax.tree.leaves(new_masters)]
+    good = jnp.isfinite(norm) & jnp.stack(finite).all()
+    kept = jax.tree.map(
+        lambda new, old: jnp.where(good, new, old), (new_masters, new_state), (masters, state)
+    )
+    return Stepped(*kept, good, norm)
+
+
+@jax.jit
+def of_adapter(like: Masters, gradients: SlotGradients, slot: jax.Array) -> Masters:
+    """The gradients of one slot in float32, in the shapes of the adapter's own factors."""
+    found = {}
+    for name, factors in gradients.items():
+        own = {key: x[slot].astype(jnp.float32) for key, x in factors.items()}
+        found[name] = _as_master(own, like[name])
+    return found
+
+
+def _as_master(factors: Mapping[str, jax.Array], master: Master) -> Master:
+    """A slot's factors at the adapter's own rank; kv_b's B, by head and in halves, in one."""
+    rank = master.a.shape[1]
+    own = {name: factor[:, :rank] for name, factor in factors.items()}
+    if "b" in own:
+        return Master(own["a"], own["b"])
+    by_head = jnp.concatenate([own["b_key"], own["b_value"]], axis=2)
+    return Master(own["a"], by_head.swapaxes(0, 1).reshape(master.b.shape))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def sums(total: Masters, gradients: Masters) -> Masters:
+    """Gradients so far plus more of them."""
+    return jax.tree.map(jnp.add, total, gradients)

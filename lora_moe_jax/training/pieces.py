@@ -1,0 +1,207 @@
+"""A model in pieces, the embedding, each layer, and the head, each with its gradient.
+
+Each piece is a compiled function of its own, one for all layers that are alike: so a model compiles
+as fast as its kinds of layers, and a layer's gradients are done with before the next one's begin.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from lora_moe_jax.adapters.bank import Bank
+from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
+from lora_moe_jax.layers.cache import LayerCache
+from lora_moe_jax.layers.logprobs import token_logprobs
+from lora_moe_jax.models.decoder import Decoder
+from lora_moe_jax.training.packing import PackedBatch, PackSizes
+from pallas_kernels import PageView
+
+SlotGradients = dict[str, dict[str, jax.Array]]  # by projection and factor, as the bank's arrays
+Rebuild = Callable[[list[jax.Array]], nnx.Module]  # a module with other factors
+
+
+class Role(NamedTuple):
+    """What a piece computes.
+
+    Attributes:
+      forward: (module, x, batch, sizes) -> y.
+      backward: (rebuild, factors, x, batch, sizes, dy) -> gradients of the factors, dx.
+    """
+
+    forward: Callable
+    backward: Callable
+
+
+class Piece:
+    """A part of the model, on the engine's arrays as they are at each call.
+
+    Args:
+      kind: pieces of one kind that have the same slots are the same function.
+      frozen: an attribute whose slots belong to another piece.
+    """
+
+    def __init__(self, kind: Hashable, module: nnx.Module, role: Role, frozen: str | None = None):
+        def is_factor(path, variable) -> bool:
+            slots = isinstance(variable, LoraParam) and path[0] != frozen
+            return slots and path[-1] != "scaling"
+
+        nodes = {p: n for p, n in nnx.iter_graph(module) if isinstance(n, AdapterSlots)}
+
+        def names(state) -> list[tuple[str, str]]:
+            paths = [path for path, _ in nnx.to_flat_state(state)]
+            return [(nodes[path[:-1]].projection.name, path[-1]) for path in paths]
+
+        graph, *states = nnx.split(module, is_factor, LoraParam, ...)
+        self.factors, self._others = map(names, states[:2])
+        self._base, _ = jax.tree.flatten(states[2])
+        trees = [jax.tree.structure(state) for state in states]
+        paths = [tuple(path for path, _ in nnx.to_flat_state(state)) for state in states]
+        self.key = kind, *paths
+        self._functions = _compiled_role(role, graph, trees)
+
+    def alike(self, other: Piece) -> None:
+        """Shares the functions of a piece with the same key."""
+        self._functions = other._functions
+
+    def forward(self, bank: Bank, x, batch: PackedBatch, sizes: PackSizes) -> jax.Array:
+        """The piece's output."""
+        return self._functions[0](*self._values(bank), x, batch, sizes)
+
+    def backward(
+        self, bank: Bank, x, batch: PackedBatch, sizes: PackSizes, dy: jax.Array
+    ) -> tuple[SlotGradients, jax.Array]:
+        """The gradients of every slot's factors, and of x."""
+        values, dx = self._functions[1](*self._values(bank), x, batch, sizes, dy)
+        gradients: SlotGradients = {}
+        for (projection, factor), value in zip(self.factors, values, strict=True):
+            gradients.setdefault(projection, {})[factor] = value
+        return gradients, dx
+
+    def _values(self, bank: Bank) -> tuple[list[jax.Array], ...]:
+        factors, others = (
+            [getattr(bank.arrays[projection], field) for projection, field in names]
+            for names in (self.factors, self._others)
+        )
+        return factors, others, self._base
+
+
+def pieces(model: Decoder) -> list[Piece]:
+    """The model's pieces in the order of the forward pass; only its base arrays are kept."""
+    config = model.config
+    found = [Piece("embedding", model.embed_tokens, Role(_embed, _pull_back(_embed)))]
+    for i, layer in enumerate(model.layers):
+        shapes = layer.self_attn.cache_shapes(config)
+        run = functools.partial(_layer, shapes)
+        found.append(Piece(config.is_sparse(i), layer, Role(run, _pull_back(run))))
+    ending = Ending(model.norm, model.lm_head, model.embed_tokens)
+    found.append(Piece("ending", ending, Role(_logprobs, _ending_gradients), "embed_tokens"))
+    first: dict[Hashable, Piece] = {}
+    for piece in found:
+        piece.alike(first.setdefault(piece.key, piece))
+    return found
+
+
+class Ending(nnx.Module):
+    """What comes after the layers."""
+
+    def __init__(self, norm: nnx.Module, lm_head: nnx.Module, embed_tokens: nnx.Module):
+        self.norm, self.lm_head, self.embed_tokens = norm, lm_head, embed_tokens
+
+
+def _compiled_role(role: Role, graph, trees) -> tuple[Callable, Callable]:
+    def rebuild(factors, others, base) -> nnx.Module:
+        states = zip(trees, (factors, others, base), strict=True)
+        return nnx.merge(graph, *(jax.tree.unflatten(*state) for state in states))
+
+    def forward(factors, others, base, x, batch, sizes):
+        return role.forward(rebuild(factors, others, base), x, batch, sizes)
+
+    def backward(factors, others, base, x, batch, sizes, dy):
+        def with_factors(factors):
+            return rebuild(factors, others, base)
+
+        return role.backward(with_factors, factors, x, batch, sizes, dy)
+
+    return jax.jit(forward, static_argnums=5), jax.jit(backward, static_argnums=5)
+
+
+def _pull_back(run: Callable) -> Callable:
+    def backward(rebuild: Rebuild, factors, x, batch, sizes, dy):
+        return jax.vjp(lambda factors, x: run(rebuild(factors), x, batch, sizes), factors, x)[1](dy)
+
+    return backward
+
+
+def _embed(embedding: nnx.Module, x: None, batch: PackedBatch, sizes: PackSizes):
+    return embedding(batch.tokens, batch.slots)
+
+
+def _layer(shapes, layer: nnx.Module, x, batch: PackedBatch, sizes: PackSizes):
+    """The layer, with cache pages for this batch's sequences alone."""
+    pages = (jnp.zeros((sizes.pages, sizes.page_size, *shape), x.dtype) for shape in shapes)
+    view = PageView(batch.request, batch.positions, batch.page_tables)
+    return layer(x, batch.slots, LayerCache(*pages, view))[0]
+
+
+def _logprobs(ending: Ending, x, batch: PackedBatch, sizes: PackSizes):
+    """float32 [T], of each token's target; 0 where none is predicted."""
+    # As in the engine's step: what follows is compiled as if the hidden states came from outside.
+    hidden = lax.optimization_barrier(ending.norm(x))
+
+    def chunk(rows):
+        some = _some(batch, hidden, rows)
+        return _where_used(rows, sizes, lambda: _score(ending, *some))
+
+    logprobs = lax.map(chunk, batch.head_rows)
+    return jnp.zeros(sizes.tokens, jnp.float32).at[batch.head_rows].set(logprobs, mode="drop")
+
+
+def _ending_gradients(rebuild: Rebuild, factors, x, batch: PackedBatch, sizes: PackSizes, dy):
+    """`HEAD_ROWS` tokens at a time; the head's factors' are summed over them in float32."""
+    norm = rebuild(factors).norm
+    hidden, norm_pullback = jax.vjp(norm, x)
+
+    def chunk(total, rows):
+        some_hidden, slots, targets = _some(batch, hidden, rows)
+        wanted = dy.at[rows].get(mode="fill", fill_value=0)
+
+        def score(factors, some_hidden):
+            return _score(rebuild(factors), some_hidden, slots, targets)
+
+        def pull_back():
+            return jax.vjp(score, factors, some_hidden)[1](wanted)
+
+        of_factors, dhidden = _where_used(rows, sizes, pull_back)
+        total = jax.tree.map(lambda sum_, part: sum_ + part.astype(jnp.float32), total, of_factors)
+        return total, dhidden
+
+    zeros = [jnp.zeros(factor.shape, jnp.float32) for factor in factors]
+    total, dhidden = lax.scan(chunk, zeros, batch.head_rows)
+    dhidden = jnp.zeros_like(hidden).at[batch.head_rows].set(dhidden, mode="drop")
+    return total, *norm_pullback(dhidden)
+
+
+def _score(ending: Ending, hidden, slots, targets):
+    return token_logprobs(ending.lm_head(hidden, slots, ending.embed_tokens), targets)
+
+
+def _some(batch: PackedBatch, hidden, rows) -> tuple[jax.Array, ...]:
+    """Hidden states, slots and targets of some tokens; padding has no adapter."""
+    fills = (hidden, 0), (batch.slots, -1), (batch.targets, 0)
+    return tuple(x.at[rows].get(mode="fill", fill_value=fill) for x, fill in fills)
+
+
+def _where_used(rows, sizes: PackSizes, compute: Callable):
+    """`compute()`, or zeros for a chunk of padding alone."""
+
+    def zeros():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
+
+    return lax.cond(rows[0] < sizes.tokens, compute, zeros)

@@ -1,0 +1,383 @@
+"""`Trainer`: trains adapters of an engine, on the engine's own weights and slots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import numpy as np
+import optax
+
+from lora_moe_jax.adapters import Adapter, LoraPair, check_name, write_adapter
+from lora_moe_jax.adapters.pool import AdapterInfo, Entry
+from lora_moe_jax.adapters.projection import Projection
+from lora_moe_jax.errors import AdapterError, ConfigError, RequestError
+from lora_moe_jax.layers.build import SlotConfig
+from lora_moe_jax.models.build import abstract_model, projections
+from lora_moe_jax.serving.engine import Engine
+from lora_moe_jax.training.batch_run import BatchRun, InTraining
+from lora_moe_jax.training.config import LoraConfig, PairShape, pair_shapes
+from lora_moe_jax.training.datum import Datum, checked_rows
+from lora_moe_jax.training.losses import Loss, LossFunction, loss_of
+from lora_moe_jax.training.masters import Masters, initial_masters, lora_pairs
+from lora_moe_jax.training.model_pass import ModelPass
+from lora_moe_jax.training.optimizer import Optimizer, StepSettings, sums
+from lora_moe_jax.training.packing import PackSizes
+from lora_moe_jax.training.reports import ForwardBackward, StepReport, TrainingInfo
+
+Schedule = Callable[[int], float]
+
+
+@dataclass(eq=False)
+class Training:
+    """One adapter in training.
+
+    Attributes:
+      entry: the version in the engine's pool that the masters are in, as the bank holds them.
+      gradients: the sum since the last step; None if there is none.
+      stale: whether the masters have moved since the version was made.
+    """
+
+    config: LoraConfig
+    shapes: dict[str, PairShape]
+    masters: Masters
+    moments: optax.OptState
+    entry: Entry | None = None
+    gradients: Masters | None = None
+    steps: int = 0
+    stale: bool = True
+
+
+class Trainer:
+    """Trains adapters of an engine. Use it from the engine's thread.
+
+    The base weights and the slots are the engine's: a step's result is the engine's next version of
+    the adapter, and forward passes run on what the slot holds. Parameters, moments and gradients
+    are float32 and belong to an adapter each.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        token_buckets: Sequence[int] | None = None,
+        optimizer: optax.GradientTransformation | None = None,
+    ):
+        """Allocates nothing, compiles nothing.
+
+        Args:
+          engine: built with a slot for each adapter that is trained at the same time.
+          token_buckets: sizes of the flat batch. Each one in use compiles two functions, once; a
+            batch takes the smallest that holds it, and as many of the largest as it needs. The
+            largest bounds a sequence and the memory. Default: the engine's `max_length`, and four
+            times that.
+          optimizer: how optax scales gradients, without learning rate, weight decay and clipping.
+            Default: `optax.scale_by_adam()`, which makes it AdamW.
+
+        Raises:
+          ConfigError: the engine has no slots or is split over devices, or a size is out of range.
+        """
+        arrays = engine._runner.steps.arrays
+        if arrays.mesh is not None or engine.options.max_adapters == 0:
+            raise ConfigError(
+                "this engine cannot train",
+                key="mesh" if arrays.mesh is not None else "max_adapters",
+                expected="an engine with adapter slots on one device",
+                found=arrays.mesh if arrays.mesh is not None else 0,
+            )
+        length = engine.options.max_length
+        buckets = _buckets((length, 4 * length) if token_buckets is None else token_buckets)
+        page, slots = engine.options.page_size, engine.options.max_adapters
+        self._engine = engine
+        self._sizes = [PackSizes(-(-size // page) * page, page, slots) for size in buckets]
+        self._pass = ModelPass(arrays)
+        self._optimizer = Optimizer(optimizer or optax.scale_by_adam(), engine.options.dtype)
+        self._adapters: dict[str, Training] = {}
+        self._projections: dict[str, Projection] | None = None
+
+    # Adapters
+
+    def add_adapter(self, name: str, config: LoraConfig | None = None) -> AdapterInfo:
+        """A new adapter, which the engine serves at once.
+
+        Raises:
+          AdapterError: the name is taken, the configuration does not fit the engine, or no slot can
+            be had. Nothing has changed then.
+        """
+        config, engine = LoraConfig() if config is None else config, self._engine
+        check_name(name)
+        if not isinstance(config, LoraConfig):
+            raise AdapterError(
+                "an adapter is trained from a LoraConfig", key="config", found=type(config).__name__
+            )
+        if name in self._adapters or any(info.name == name for info in engine.adapters()):
+            raise AdapterError(
+                "an adapter of this name is there already",
+                key=name,
+                expected="a new name",
+                hint="remove_adapter and Engine.unload_adapter it first, or choose another name",
+            )
+        shapes = pair_shapes(config, engine.bank)
+        masters = initial_masters(config, shapes, engine.bank.projections)
+        # Where the bank is, by name: what nobody placed counts as something else when compiling.
+        device = engine.bank.arrays[next(iter(shapes))].scaling.sharding
+        state = jax.device_put((masters, self._optimizer.init(masters)), device)
+        training = Training(config, shapes, *state)
+        self._publish(name, training)
+        self._adapters[name] = training
+        return training.entry.info
+
+    def remove_adapter(self, name: str) -> None:
+        """Ends an adapter's training and frees what it has. The engine serves it on.
+
+        Raises:
+          AdapterError: it is not in training.
+        """
+        self._training(name)
+        del self._adapters[name]
+
+    def adapters(self) -> list[TrainingInfo]:
+        """The adapters in training."""
+        return [
+            TrainingInfo(
+                name,
+                training.entry.info.version,
+                training.steps,
+                _nbytes((training.masters, training.moments, training.gradients)),
+            )
+            for name, training in self._adapters.items()
+        ]
+
+    def save_adapter(
+        self,
+        name: str,
+        folder: str | os.PathLike,
+        layout: Literal["peft", "per_expert", "shared_outer"] = "peft",
+    ) -> None:
+        """Writes an adapter's float32 parameters; loaded again it gives the same bits in a slot.
+
+        Raises:
+          AdapterError: it is not in training, or see `write_adapter`.
+        """
+        training = self._training(name)
+        pairs = {
+            projection: LoraPair(np.array(pair.a), np.array(pair.b), pair.scaling, pair.ranks)
+            for projection, pair in lora_pairs(training.masters, training.shapes).items()
+        }
+        adapter = Adapter(pairs, "device", training.config.peft())
+        write_adapter(folder, adapter, self._every_projection(), layout=layout)
+
+    # Training
+
+    def forward_backward(
+        self,
+        batch: Sequence[Datum],
+        loss: str | Loss | LossFunction = "cross_entropy",
+        **options: float,
+    ) -> ForwardBackward:
+        """Computes every sequence's logprobs, and adds the loss's gradients to their adapters'.
+
+        An adapter's logprobs, loss and gradient are, bit for bit, those of its sequences alone.
+        Gradients of several calls add up until `optim_step`.
+
+        Args:
+          batch: sequences of any adapters in training, in any order.
+          loss: a name in `LOSSES`, or see `losses.py`. It is evaluated for each adapter by itself.
+          options: of the loss, such as `clip_low`.
+
+        Raises:
+          RequestError: a sequence cannot be trained on, or the loss does not fit.
+          AdapterError: an adapter is not in training, was unloaded or replaced in the engine, or
+            finds no slot. In both cases no gradient has changed.
+        """
+        loss, options = loss_of(loss, options)
+        largest = self._sizes[-1]
+        rows = checked_rows(batch, self._engine.config.vocab_size, largest.tokens, loss.needs)
+        for row in rows:
+            self._training(row.adapter, f"batch[{row.place}].adapter")
+        names = list(dict.fromkeys(row.adapter for row in rows))
+        run = BatchRun(self._pass, self._sizes, self._in_slots(names), loss, options)
+        run.run(rows)
+        for name, gradients in run.gradients.items():
+            training = self._adapters[name]
+            before = training.gradients
+            training.gradients = gradients if before is None else sums(before, gradients)
+        weights = dict.fromkeys(names, 0.0)
+        for row in rows:
+            weights[row.adapter] += float(row.weights.sum(dtype=np.float64))
+        return ForwardBackward([run.logprobs[row.place] for row in rows], run.losses, weights)
+
+    def optim_step(
+        self,
+        names: str | Sequence[str],
+        learning_rate: float | Schedule,
+        *,
+        weight_decay: float = 0.0,
+        clip_norm: float | None = None,
+    ) -> dict[str, StepReport]:
+        """Steps adapters by their summed gradients; the engine's next request runs the result.
+
+        An adapter whose gradient is not finite is left as it is and reported; the others go on.
+
+        Args:
+          learning_rate: a number, or a schedule of the adapter's own steps so far, as optax's are.
+          weight_decay: as AdamW's, times the learning rate.
+          clip_norm: the largest norm of an adapter's gradient.
+
+        Raises:
+          RequestError: a setting is out of range, or an adapter has no gradient. No step was taken.
+          AdapterError: an adapter is not in training, was unloaded or replaced in the engine, or no
+            slot can be had for a new version. Then the step of that one was taken, and the next
+            forward_backward makes the version; adapters after it were not stepped.
+        """
+        names = [names] if isinstance(names, str) else names
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            raise RequestError(
+                "these are no adapters", key="names", expected="names", found=repr(names)[:200]
+            )
+        names = list(dict.fromkeys(names))
+        clip = float("inf") if clip_norm is None else clip_norm
+        _check_number("weight_decay", weight_decay, 0.0)
+        if clip_norm is not None:
+            _check_number("clip_norm", clip_norm, 0.0)
+        rates = {}
+        for name in names:
+            training = self._training(name)
+            self._check_entry(name, training)
+            if training.gradients is None:
+                raise RequestError(
+                    "the adapter has no gradient",
+                    key=name,
+                    expected="a forward_backward since the last step",
+                )
+            rate = learning_rate(training.steps) if callable(learning_rate) else learning_rate
+            rates[name] = _check_number("learning_rate", rate)
+        settings = {name: StepSettings(rate, weight_decay, clip) for name, rate in rates.items()}
+        return {name: self._step(name, settings[name]) for name in names}
+
+    def _step(self, name: str, settings: StepSettings) -> StepReport:
+        training = self._adapters[name]
+        settings = StepSettings(*map(np.float32, settings))
+        gradients, training.gradients = training.gradients, None
+        stepped = self._optimizer.step(training.masters, training.moments, gradients, settings)
+        training.masters, training.moments = stepped.masters, stepped.state
+        good = bool(stepped.good)
+        if good:
+            training.steps += 1
+            training.stale = True
+            self._publish(name, training)
+        return StepReport(
+            training.steps,
+            float(settings.learning_rate),
+            float(stepped.norm),
+            not good,
+            training.entry.info.version,
+        )
+
+    # The engine
+
+    def _training(self, name: object, key: str | None = None) -> Training:
+        if not isinstance(name, str) or name not in self._adapters:
+            raise AdapterError(
+                "no adapter of this name is in training",
+                key=key or str(name)[:200],
+                expected=f"one of {sorted(self._adapters)[:8]}",
+                found=repr(name)[:200],
+                hint="add_adapter it first",
+            )
+        return self._adapters[name]
+
+    def _publish(self, name: str, training: Training) -> None:
+        """Makes the masters the engine's newest version."""
+        self._engine.update_adapter(name, lora_pairs(training.masters, training.shapes))
+        training.entry = self._engine._adapters.get(name)
+        training.stale = False
+
+    def _check_entry(self, name: str, training: Training) -> None:
+        """Raises AdapterError unless the engine has the version that the trainer has made."""
+        loaded = {info.name: info.version for info in self._engine.adapters()}
+        made = training.entry.info.version
+        if loaded.get(name) != made:
+            raise AdapterError(
+                "an adapter in training was unloaded or replaced in the engine",
+                key=name,
+                expected=f"version {made}",
+                found=f"version {loaded[name]}" if name in loaded else "none of this name",
+                hint="save_adapter what the trainer has, then remove_adapter it",
+            )
+
+    def _in_slots(self, names: Sequence[str]) -> dict[str, InTraining]:
+        """Gives each adapter a slot. They are theirs while nothing else is asked of the engine."""
+        engine = self._engine
+        engine._check_bank()
+        for name in names:
+            self._check_entry(name, self._adapters[name])
+        for name in names:
+            if self._adapters[name].stale:
+                self._publish(name, self._adapters[name])
+        pool, held = engine._adapters, []
+        try:
+            for name in names:
+                entry = self._adapters[name].entry
+                if not pool.acquire(entry):
+                    raise AdapterError(
+                        "no slot can be had for an adapter of the batch: each is pinned, in use by "
+                        "a running request, or of the same batch",
+                        key=name,
+                        expected=f"at most {engine.options.max_adapters} adapters at a time",
+                        found=f"{len(names)} in the batch",
+                        hint="use smaller batches, or build the engine with a larger max_adapters",
+                    )
+                held.append(entry)
+            return {
+                name: InTraining(entry.slot, self._adapters[name].masters)
+                for name, entry in zip(names, held, strict=True)
+            }
+        finally:
+            for entry in held:
+                pool.release(entry)
+
+    def _every_projection(self) -> dict[str, Projection]:
+        """The base model's, also those without slots in the engine: a file's names mean them."""
+        if self._projections is None:
+            options = self._engine.options
+            slots = SlotConfig(1, 1, options.dtype)
+            model = abstract_model(self._engine.config, dtype=options.dtype, adapters=slots)
+            self._projections = projections(model)
+        return self._projections
+
+
+def _buckets(sizes: object) -> list[int]:
+    good = isinstance(sizes, Sequence) and sizes and all(type(s) is int and s > 1 for s in sizes)
+    if not good:
+        raise ConfigError(
+            "a trainer option is out of range",
+            key="token_buckets",
+            expected="a list of numbers of tokens",
+            found=repr(sizes)[:200],
+        )
+    return sorted(set(sizes))
+
+
+def _check_number(key: str, value: object, least: float | None = None) -> float:
+    number = isinstance(value, int | float | np.floating | np.integer | jax.Array)
+    if (
+        not number
+        or np.ndim(value)
+        or not np.isfinite(value)
+        or (least is not None and value < least)
+    ):
+        raise RequestError(
+            "a setting of the step is out of range",
+            key=key,
+            expected="a finite number" + ("" if least is None else f" of at least {least}"),
+            found=repr(value)[:200],
+        )
+    return float(value)
+
+
+def _nbytes(arrays: object) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(arrays))

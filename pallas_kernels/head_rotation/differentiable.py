@@ -1,0 +1,41 @@
+"""`rotate_and_cache` of any backend with the gradient of the plain one."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import jax
+
+from pallas_kernels.head_rotation import xla
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def rotate_and_cache(
+    backend: ModuleType, eps: float,
+    heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view,
+):  # fmt: skip
+    """See `api.rotate_and_cache`."""
+    return backend.rotate_and_cache(
+        heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps
+    )
+
+
+def _forward(backend, eps, *arguments):
+    return rotate_and_cache(backend, eps, *arguments), arguments
+
+
+def _backward(backend, eps, arguments, gradients):
+    heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view = arguments
+
+    def plain(heads, q_weight, k_weight, k_pages, v_pages):
+        return xla.rotate_and_cache(
+            heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps
+        )
+
+    _, pullback = jax.vjp(plain, heads, q_weight, k_weight, k_pages, v_pages)
+    dheads, dq_weight, dk_weight, dk_pages, dv_pages = pullback(gradients)
+    return dheads, dq_weight, dk_weight, None, None, dk_pages, dv_pages, None
+
+
+rotate_and_cache.defvjp(_forward, _backward)

@@ -1,0 +1,99 @@
+"""Paged attention and cache writes, over any backend, with gradients.
+
+The gradient of attention is for batches that hold whole sequences: of every request in the batch
+its positions from 0 on, so that a token attends to tokens of the batch alone. What the cache held
+before is a constant.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention.backward import attention_gradients
+
+
+@jax.custom_vjp
+def write_pages(pages, values, view):
+    """See `api.write_pages`."""
+    return xla.write_pages(pages, values, view)
+
+
+def _write_forward(pages, values, view):
+    return xla.write_pages(pages, values, view), (view, jnp.zeros(0, values.dtype))
+
+
+def _write_backward(saved, dpages):
+    # Differentiated outside of jit, NumPy arguments arrive as they are, here and below.
+    dpages, (view, like) = jnp.asarray(dpages), saved
+    dvalues = xla.read_pages(dpages, view).astype(like.dtype)
+    return xla.write_pages(dpages, jnp.zeros_like(dvalues), view), dvalues, None
+
+
+write_pages.defvjp(_write_forward, _write_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def paged_attention(
+    backend: ModuleType, scale: float, sliding_window: int | None, q, k_pages, v_pages, view
+):
+    """See `api.paged_attention`."""
+    return backend.paged_attention(q, k_pages, v_pages, view, scale, sliding_window)
+
+
+def _forward(backend, scale, sliding_window, q, k_pages, v_pages, view):
+    out = paged_attention(backend, scale, sliding_window, q, k_pages, v_pages, view)
+    return out, (q, k_pages, v_pages, view, out)
+
+
+def _backward(backend, scale, sliding_window, saved, dout):
+    q, k_pages, v_pages, view, out, dout = jax.tree.map(jnp.asarray, (*saved, dout))
+    k, v = xla.read_pages(k_pages, view), xla.read_pages(v_pages, view)
+    dq, dk, dv = attention_gradients(q, k, v, out, dout, view, scale, sliding_window)
+    return dq.astype(q.dtype), _as_pages(dk, k_pages, view), _as_pages(dv, v_pages, view), None
+
+
+paged_attention.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def paged_latent_attention(
+    backend: ModuleType, scale: float, q_latent, q_rope, latent_pages, rope_pages, view
+):
+    """See `api.paged_latent_attention`."""
+    return backend.paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale)
+
+
+def _latent_forward(backend, scale, q_latent, q_rope, latent_pages, rope_pages, view):
+    arguments = q_latent, q_rope, latent_pages, rope_pages, view
+    out = paged_latent_attention(backend, scale, *arguments)
+    return out, (*arguments, out)
+
+
+def _latent_backward(backend, scale, saved, dout):
+    """One key/value head: the keys are latent and rope key side by side, the values the latent."""
+    saved = jax.tree.map(jnp.asarray, (*saved, dout))
+    q_latent, q_rope, latent_pages, rope_pages, view, out, dout = saved
+    latent, rope = xla.read_pages(latent_pages, view), xla.read_pages(rope_pages, view)
+    width = latent.shape[-1]
+    q, k = jnp.concatenate([q_latent, q_rope], -1), jnp.concatenate([latent, rope], -1)
+    dq, dk, dv = attention_gradients(q, k[:, None], latent[:, None], out, dout, view, scale, None)
+    dlatent, dq = dk[:, 0, :width] + dv[:, 0], dq.astype(q.dtype)
+    return (
+        dq[..., :width],
+        dq[..., width:],
+        _as_pages(dlatent, latent_pages, view),
+        _as_pages(dk[:, 0, width:], rope_pages, view),
+        None,
+    )
+
+
+paged_latent_attention.defvjp(_latent_forward, _latent_backward)
+
+
+def _as_pages(values, pages, view):
+    return xla.write_pages(jnp.zeros_like(pages), values, view)

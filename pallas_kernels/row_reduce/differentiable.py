@@ -1,0 +1,70 @@
+"""The row reductions of any backend with their gradients, which need no kernels of their own."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def row_sum(backend: ModuleType, x):
+    """[rows, 1] of x [rows, features]."""
+    return backend.row_sum(x)
+
+
+def _row_sum_forward(backend, x):
+    return backend.row_sum(x), x
+
+
+def _row_sum_backward(backend, x, dy):
+    return (jnp.broadcast_to(dy, x.shape),)
+
+
+row_sum.defvjp(_row_sum_forward, _row_sum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def rms_norm(backend: ModuleType, eps: float, x, weight):
+    """x [rows, features] normed; weight in x's dtype."""
+    return backend.rms_norm(x, weight, eps)
+
+
+def _rms_norm_forward(backend, eps, x, weight):
+    return backend.rms_norm(x, weight, eps), (x, weight)
+
+
+def _rms_norm_backward(backend, eps, saved, dy):
+    x, weight = saved
+    wide, features = x.astype(jnp.float32), x.shape[1]
+    inverse = lax.rsqrt(backend.row_sum(wide * wide) / features + eps)
+    normed = wide * inverse
+    dnormed = (dy * weight).astype(jnp.float32)
+    dx = inverse * (dnormed - normed * (backend.row_sum(dnormed * normed) / features))
+    dweight = jnp.sum(dy.astype(jnp.float32) * normed, axis=0)
+    return dx.astype(x.dtype), dweight.astype(weight.dtype)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def log_sum_exp(backend: ModuleType, x):
+    """[rows] of float32 x [rows, features]."""
+    return backend.log_sum_exp(x)
+
+
+def _log_sum_exp_forward(backend, x):
+    y = backend.log_sum_exp(x)
+    return y, (x, y)
+
+
+def _log_sum_exp_backward(backend, saved, dy):
+    x, y = saved
+    return (dy[:, None] * jnp.exp(x - y[:, None]),)
+
+
+log_sum_exp.defvjp(_log_sum_exp_forward, _log_sum_exp_backward)

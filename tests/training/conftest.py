@@ -1,0 +1,48 @@
+"""One engine and one trainer for each golden model, shared by all tests, and left empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lora_moe_jax import Engine
+from lora_moe_jax.training import Trainer
+from tests.adapters.tables import GOLDEN
+
+ENGINE = {
+    "max_adapters": 4,
+    "max_rank": 4,
+    "max_length": 96,
+    "max_requests": 4,
+    "token_buckets": (64,),
+    "max_logprobs": 0,
+}
+BUCKETS = (192,)  # one, as most of the time goes into compiling
+
+
+@pytest.fixture(scope="session")
+def trainers() -> dict[tuple[str, str], tuple[Engine, Trainer]]:
+    return {}
+
+
+@pytest.fixture
+def pair(trainers) -> Callable[..., tuple[Engine, Trainer]]:
+    """`pair(family)`: its engine and trainer; afterwards neither has an adapter."""
+    used = []
+
+    def get(family: str = "deepseek_v3", dtype: str = "float32") -> tuple[Engine, Trainer]:
+        key = family, dtype
+        if key not in trainers:
+            engine = Engine.from_pretrained(GOLDEN / family / "base", dtype=dtype, **ENGINE)
+            trainers[key] = engine, Trainer(engine, token_buckets=BUCKETS)
+        used.append(key)
+        return trainers[key]
+
+    yield get
+    for key in used:
+        engine, trainer = trainers[key]
+        for info in trainer.adapters():
+            trainer.remove_adapter(info.name)
+        for info in engine.adapters():
+            engine.unload_adapter(info.name)

@@ -1,0 +1,94 @@
+"""Gradients against finite differences of what serving says, kind by kind of projection."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lora_moe_jax.training.masters import Master, lora_pairs
+from tests.training.helpers import add, data, scores
+
+STEP = 5e-4  # small enough that no token changes its experts
+
+
+def total(engine, batch) -> float:
+    return -sum(
+        float(np.sum(np.float64(datum.weights) * logprobs))
+        for datum, logprobs in zip(batch, scores(engine, batch), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.slow)]
+)
+def test_gradients_are_slopes(pair, family):
+    """Along a gradient the loss climbs by its norm, if it is the gradient of this loss."""
+    engine, trainer = pair(family)
+    add(trainer, engine, "a", seed=3)
+    batch = data([("a", 40), ("a", 17), ("a", 65)])
+    losses = trainer.forward_backward(batch).losses
+    np.testing.assert_allclose(losses["a"], total(engine, batch), rtol=1e-5)
+    training = trainer._adapters["a"]
+    found, training.gradients = training.gradients, None
+    kinds = defaultdict(list)
+    for name in found:
+        kinds[name.split(".", 3)[-1]].append(name)
+    assert {"embed_tokens", "lm_head", "mlp.gate", "self_attn.o_proj"} <= set(kinds)
+    for kind, names in kinds.items():
+        for field in ("a", "b"):
+            directions = {name: np.asarray(getattr(found[name], field)) for name in names}
+            norm = np.sqrt(sum(float(np.sum(np.float64(d) ** 2)) for d in directions.values()))
+            slope = _slope(engine, training, batch, directions, field, norm)
+            assert norm > 0, (kind, field)
+            assert abs(slope - norm) < 0.005 * norm + 0.03, (kind, field, slope, norm)
+
+
+def _slope(engine, training, batch, directions, field, norm) -> float:
+    """Of the loss along a direction of this norm, made one of norm 1."""
+    values = []
+    for sign in (1, -1):
+        moved = dict(training.masters)
+        for name, direction in directions.items():
+            value = getattr(moved[name], field) + sign * STEP / norm * direction
+            moved[name] = Master(*moved[name])._replace(**{field: jnp.asarray(value)})
+        engine.update_adapter("probe", lora_pairs(moved, training.shapes))
+        probes = [type(d)(d.tokens, "probe", d.weights) for d in batch]
+        values.append(total(engine, probes))
+    return (values[0] - values[1]) / (2 * STEP)
+
+
+def test_calls_add_up(pair):
+    engine, trainer = pair()
+    add(trainer, engine, "a")
+    one, two = data([("a", 20)], seed=1), data([("a", 33)], seed=2)
+    parts = []
+    for batch in (one, two):
+        trainer.forward_backward(batch)
+        training = trainer._adapters["a"]
+        parts.append(training.gradients)
+        training.gradients = None
+    expected = jax.tree.map(lambda x, y: np.asarray(x) + np.asarray(y), *parts)
+    trainer.forward_backward(one)
+    trainer.forward_backward(two)
+    jax.tree.map(np.testing.assert_array_equal, trainer._adapters["a"].gradients, expected)
+
+
+def test_many_packs_give_the_sum_of_their_sequences(pair):
+    """More tokens than the largest bucket; the order of sums differs, nothing else."""
+    engine, trainer = pair()
+    add(trainer, engine, "a")
+    batch = data([("a", 60 + i) for i in range(7)])
+    result = trainer.forward_backward(batch)
+    training = trainer._adapters["a"]
+    together, training.gradients = training.gradients, None
+    losses = 0.0
+    for datum in batch:
+        losses += trainer.forward_backward([datum]).losses["a"]
+    np.testing.assert_allclose(result.losses["a"], losses, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(together), jax.tree.leaves(training.gradients), strict=True):
+        scale = np.abs(np.asarray(y)).max() + 1e-6
+        np.testing.assert_allclose(x / scale, y / scale, atol=2e-5)
