@@ -6,6 +6,9 @@ it or an unfinished request holds it, and its slot cannot be taken while a reque
 Otherwise a slot is only a cache: the least recently used entry gives up its own to one that needs
 it, and comes back from the host copy. One slot is never pinned, so that every adapter has a turn.
 
+In a pool that switches, a new version is the old one's successor instead: it takes its slot, if it
+has one, and its requests, and nothing is left of the old one.
+
 A version that came from the device is in its slot alone, and gets a host copy when it gives up the
 slot.
 """
@@ -58,6 +61,7 @@ class Entry:
       requests: how many unfinished requests began with it.
       running: how many of them run; it keeps its slot while any does.
       last_used: a count that grows with every use of any entry.
+      successor: the version that has taken its slot and its requests.
     """
 
     info: AdapterInfo
@@ -65,6 +69,7 @@ class Entry:
     requests: int = 0
     running: int = 0
     last_used: int = 0
+    successor: Entry | None = None
 
     @property
     def slot(self) -> int | None:
@@ -82,6 +87,7 @@ class AdapterPool:
       slots: how many adapters the bank holds.
       write: puts an adapter into a slot; it is given only what fits, and must not fail.
       read: makes the host copy of what came from the device and is in a slot.
+      switch: whether a new version is the successor of the one before; the requests are to be told.
 
     Attributes:
       loads: how many times a slot was written.
@@ -93,10 +99,13 @@ class AdapterPool:
         slots: int,
         write: Callable[[int, Adapter | DeviceParams], None],
         read: Callable[[int, InSlot], Adapter],
+        *,
+        switch: bool = False,
     ):
         self.loads = self.evictions = 0
         self._write = write
         self._read = read
+        self._switch = switch
         self._slots: list[Entry | None] = [None] * slots
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()  # replaced or unloaded; unfinished requests hold them
@@ -140,11 +149,12 @@ class AdapterPool:
     def add(self, name: str, adapter: Adapter) -> Entry:
         """Makes `adapter`, which fits the bank, the newest version under a good name.
 
-        It is written at once if a slot is free. A pin stays with the name; for that an idle
-        adapter makes room, and if none is idle the new version gets its slot when first used.
+        It is written at once if it has the slot of the version before, or one is free. A pin stays
+        with the name; for that an idle adapter makes room, and if none is idle the new version gets
+        its slot when first used.
         """
         entry = self._new_version(name, adapter)
-        if self.free or entry.info.pinned:
+        if entry.slot is not None or self.free or entry.info.pinned:
             self._place(entry)
         return entry
 
@@ -152,22 +162,24 @@ class AdapterPool:
         """Makes parameters, which fit the bank, the newest version under a good name.
 
         They are written at once and not kept. The version before keeps its slot only if a request
-        runs with it.
+        runs with it; in a pool that switches it has none any more.
 
         Raises:
           AdapterError: no slot can be had. Nothing has changed then.
         """
         old = self._entries.get(name)
+        in_place = self._switch and old is not None and old.slot is not None
         held = [e for e in self._slots if e and (e.running or (e.info.pinned and e is not old))]
-        if len(held) == len(self._slots):
+        if len(held) == len(self._slots) and not in_place:
             raise AdapterError(
                 "no slot can be had for a new version: each is pinned or in use by a running "
-                "request, which ends with the version that it began with",
+                "request",
                 key=name,
                 expected="a slot whose adapter is neither",
                 found=f"{len(self._slots)} slots",
                 hint="finish or abort streams first, unpin_adapter one, or build the engine with a "
-                "larger max_adapters: one slot more than adapters that run at a time",
+                "larger max_adapters: one slot more than adapters that run at a time, or, with "
+                'update_policy="switch", as many',
             )
         entry = self._new_version(name, params.in_slot)
         self._place(entry, params)
@@ -187,9 +199,20 @@ class AdapterPool:
         entry, old = Entry(info, adapter), self._entries.get(name)
         if old is not None:
             entry.info = replace(info, pinned=old.info.pinned)
+            if self._switch:
+                self._take_over(old, entry)
             self._retire(old)
         self._entries[name] = entry
         return entry
+
+    def _take_over(self, old: Entry, entry: Entry) -> None:
+        """Makes `entry`, which is to be written then, the successor of another."""
+        old.successor = entry
+        entry.requests, entry.running, old.requests, old.running = old.requests, old.running, 0, 0
+        if (slot := old.slot) is not None:
+            self._vacate(old)
+            self._slots[slot] = entry
+            entry.info = replace(entry.info, slot=slot)
 
     def remove(self, name: str, when_busy: str = "refuse") -> None:
         """Forgets a name; what it stood for goes with the last request that holds it.
@@ -290,14 +313,16 @@ class AdapterPool:
                 self._place(entry)
 
     def _place(self, entry: Entry, params: DeviceParams | None = None) -> bool:
-        """Writes the entry to a slot that is free or that an idle entry gives up, if any.
+        """Writes the entry to its slot, or one that is free or that an idle entry gives up, if any.
 
         Args:
           params: its values, if there is no host copy.
         """
-        if not self.free and not self._evict():
-            return False
-        slot = self._slots.index(None)
+        slot = entry.slot
+        if slot is None:
+            if not self.free and not self._evict():
+                return False
+            slot = self._slots.index(None)
         self._write(slot, entry.adapter if params is None else params)
         self.loads += 1
         self._slots[slot] = entry

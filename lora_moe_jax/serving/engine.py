@@ -62,7 +62,12 @@ class Engine:
         self.options = options
         self.bank = arrays.bank
         self._writer = SlotWriter(arrays.bank)
-        self._adapters = AdapterPool(options.max_adapters, self._write_slot, self._writer.read)
+        self._adapters = AdapterPool(
+            options.max_adapters,
+            self._write_slot,
+            self._writer.read,
+            switch=options.update_policy == "switch",
+        )
         self._intake = Intake(config, options, codec, self._adapters)
         self._asleep = 0
         scheduler = Scheduler(
@@ -98,6 +103,7 @@ class Engine:
         decode_steps: int = 1,
         max_logprobs: int = MAX_LOGPROBS,
         max_waiting: int | None = None,
+        update_policy: Literal["finish", "switch"] = "finish",
         progress: bool = False,
     ) -> Engine:
         """Loads a Hugging Face folder, compiles every step, and is ready to serve.
@@ -134,6 +140,13 @@ class Engine:
             ask for.
           max_waiting: most requests that may wait for one of the `max_requests` places; those that
             come then are refused with QueueFullError. Default: any number.
+          update_policy: what becomes of unfinished requests when their adapter is replaced, by
+            `load_adapter` or `update_adapter`. "finish": they end with the version that they began
+            with, which keeps its slot while they run, so the new one needs another. "switch": the
+            new version is written over the old one, in its slot if it has one, and they go on with
+            it from their next step on, with what is in the cache; those that wait are computed by
+            the new version alone, and a score starts over, so that it is always of one version.
+            `Completion.adapter_versions` and `Delta.adapter_version` say what made each token.
           progress: show sizes and progress bars on stderr.
 
         Raises:
@@ -158,6 +171,7 @@ class Engine:
             decode_steps=decode_steps,
             max_logprobs=max_logprobs,
             max_waiting=max_waiting,
+            update_policy=update_policy,
         )
         checkpoint = Checkpoint.open(folder, config)
         codec = TextCodec.from_folder(folder)
@@ -219,8 +233,9 @@ class Engine:
         """Loads an adapter folder (or one in memory, which is copied) under a name.
 
         It is kept in host memory, and goes to the device at once if a slot is free, otherwise with
-        the first request that uses it. Under a name that is taken it is a new version: requests
-        that have begun end with the version they began with, later ones use the new one.
+        the first request that uses it. Under a name that is taken it is a new version, which later
+        requests use; those that have begun end with the version that they began with, or go on with
+        the new one: see `update_policy` of `from_pretrained`.
 
         Raises:
           AdapterError: it cannot be served exactly. Nothing has changed then.
@@ -231,7 +246,7 @@ class Engine:
         self.bank.check(adapter)
         with uninterrupted():
             info = self._adapters.add(name, adapter).info
-            self._runner.scheduler.drop_unloaded()
+            self._runner.scheduler.switch_versions()
         return info
 
     @uninterrupted()
@@ -243,7 +258,8 @@ class Engine:
         They go into a slot by one function on the device, compiled for the first parameters of
         these shapes, and are not kept. The host gets a copy only if the version has to give up its
         slot. Requests that have begun end with the version that they began with, which keeps its
-        slot while they run; so updates beside running requests need one slot more.
+        slot while they run; so updates beside running requests need one slot more. Unless the
+        engine's `update_policy` is "switch": then they go on with the new one, in the same slot.
 
         Args:
           params: by `Projection.name` a `LoraPair` of arrays at the adapter's own rank (its `ranks`
@@ -259,7 +275,7 @@ class Engine:
         checked = DeviceParams.of(params, self.bank)
         self._writer.check_finite(checked)
         info = self._adapters.update(name, checked).info
-        self._runner.scheduler.drop_unloaded()
+        self._runner.scheduler.switch_versions()
         return info
 
     def _write_slot(self, slot: int, adapter: Adapter | DeviceParams) -> None:

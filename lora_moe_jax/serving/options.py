@@ -13,6 +13,7 @@ from lora_moe_jax.serving.queue_limit import check_limit
 from lora_moe_jax.serving.sampling_params import MAX_LOGPROBS
 
 DTYPES = ("bfloat16", "float32")
+UPDATE_POLICIES = ("finish", "switch")
 DEFAULT_MAX_LENGTH = 1024
 DEFAULT_PREFILL_TOKENS = 128
 SMALLEST_BUCKET = 8
@@ -37,6 +38,7 @@ class EngineOptions:
     decode_steps: int = 1
     max_logprobs: int = MAX_LOGPROBS
     max_waiting: int | None = None
+    update_policy: str = "finish"
 
     @property
     def pages_per_request(self) -> int:
@@ -61,6 +63,7 @@ class EngineOptions:
         prefix_cache: bool = True,
         max_logprobs: int = MAX_LOGPROBS,
         max_waiting: int | None = None,
+        update_policy: str = "finish",
         **sizes: int,
     ) -> EngineOptions:
         """Checks what the caller gave and fills in the rest.
@@ -109,6 +112,13 @@ class EngineOptions:
         _check_size("max_logprobs", max_logprobs, minimum=0, maximum=MAX_LOGPROBS)
         if max_waiting is not None:
             check_limit(max_waiting)
+        if not isinstance(update_policy, str) or update_policy not in UPDATE_POLICIES:
+            raise ConfigError(
+                "this is not a way to update adapters",
+                key="update_policy",
+                expected=f"one of {UPDATE_POLICIES}",
+                found=repr(update_policy)[:200],
+            )
         return cls(
             dtype=dtype,
             max_length=max_length,
@@ -118,6 +128,7 @@ class EngineOptions:
             cache_tokens=cache_tokens,
             max_logprobs=min(max_logprobs, config.vocab_size),
             max_waiting=max_waiting,
+            update_policy=update_policy,
             **sizes,
         )
 

@@ -110,7 +110,7 @@ class PrefixCache:
         return pages
 
     def drop_unloaded(self) -> list[int]:
-        """Forgets the pages of versions that nobody can ask for again, none of which is in use."""
+        """Forgets the pages of versions that nobody can ask for again, but for those in use."""
         unloaded = [c for c in self._idle if c.adapter is not None and c.adapter.adapter is None]
         for cached in unloaded:
             del self._idle[cached], self._pages[cached.key]

@@ -37,7 +37,9 @@ class Completion:
       logprobs: each token's logprob under the model, if asked for.
       top_logprobs: for each token the most likely ones in its place and their logprobs, the most
         likely first, as many as asked for; None for none.
-      adapter, adapter_version: what made it; None for the base model.
+      adapter, adapter_version: what made it, from the start; None for the base model.
+      adapter_versions: the version that made each token; None for the base model. They are all
+        `adapter_version`, unless the engine's `update_policy` is "switch".
     """
 
     text: str | None
@@ -48,6 +50,7 @@ class Completion:
     adapter_version: int | None
     prompt_token_ids: list[int]
     top_logprobs: TopLogprobs | None = None
+    adapter_versions: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Delta:
     """What a stream yields: one token of one request, or none where the request was aborted.
 
     `text` is what became readable with it (it may be empty while a character is incomplete or a
-    stop string may be starting); `completion` is set on the request's last delta.
+    stop string may be starting); `completion` is set on the request's last delta. `adapter_version`
+    is the version that made the token; None without one, and for the base model.
     """
 
     index: int
@@ -64,6 +68,7 @@ class Delta:
     text: str | None
     completion: Completion | None = None
     top_logprobs: list[tuple[int, float]] | None = None
+    adapter_version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Score:
     Attributes:
       logprobs: float32 [S - 1], the logprob of each token after the first.
       logits: float32 [S, V] if asked for.
+      adapter, adapter_version: what made all of it; None for the base model.
       top_logprobs: for each token after the first, as in `Completion`.
     """
 
@@ -85,7 +91,7 @@ class Score:
 
 @dataclass(eq=False)
 class Request:
-    """A request that waits or runs, with the version of an adapter that it began with.
+    """A request that waits or runs, with one version of an adapter.
 
     `computed` of its `tokens` are in the cache: in its `pages`, of which the first are `cached` and
     may be others' too. While it waited for a slot, `passed` others with adapters were admitted
@@ -94,6 +100,9 @@ class Request:
     `pending` results, further tokens or the last of a score, are on their way: the steps that give
     them have been begun, and not read. `life` counts how often it was taken out of its row: what a
     step gives is for the life in which the step was begun.
+
+    Where it went on with a newer version, `began` is the one that it began with, and it is `mixed`
+    while the cache holds anything of it that an older version computed.
     """
 
     index: int
@@ -107,6 +116,8 @@ class Request:
     passed: int = 0
     pending: int = 0
     life: int = 0
+    began: int | None = None
+    mixed: bool = False
     done: bool = False
     aborted: bool = False
     priority: int = field(default=0, kw_only=True)
@@ -122,9 +133,21 @@ class Request:
         return None if self.adapter is None else self.adapter.info.name
 
     @property
+    def version(self) -> int | None:
+        """The adapter's version that computes it now, None for the base model."""
+        return None if self.adapter is None else self.adapter.info.version
+
+    @property
     def adapter_version(self) -> int | None:
         """The version that it began with, whatever was loaded since."""
-        return None if self.adapter is None else self.adapter.info.version
+        return self.version if self.began is None else self.began
+
+    def switch(self, adapter: Entry) -> None:
+        """Goes on with a newer version. One that has come to nothing yet begins with that."""
+        if self.computed or len(self.tokens) > self.prompt_length:
+            self.began = self.adapter_version
+        self.mixed = self.computed > 0
+        self.adapter = adapter
 
     @functools.cached_property
     def capacity(self) -> int:
@@ -142,6 +165,7 @@ class Request:
         Tokens on their way to it are lost and sampled again: the same ones.
         """
         self.row, self.pages, self.cached, self.computed, self.pending = -1, [], [], 0, 0
+        self.mixed = False
 
     @property
     def reusable(self) -> int:
@@ -157,6 +181,7 @@ class GenerateRequest(Request):
     seed: int = 0
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: TopLogprobs = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
 
     @property
     def generated(self) -> Sequence[int]:
@@ -184,8 +209,14 @@ class ScoreRequest(Request):
     logits: list[np.ndarray] = field(default_factory=list)
     top_logprobs: TopLogprobs = field(default_factory=list)
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether steps have been begun for some of its tokens, but not for all."""
+        return 0 < self.computed < len(self.tokens)
+
     def restart(self) -> None:
         super().restart()
+        self.began = None
         self.logprobs, self.logits, self.top_logprobs = [], [], []
 
 

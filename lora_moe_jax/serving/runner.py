@@ -193,7 +193,7 @@ class Runner:
             if chunk.samples:
                 for some_tokens, some_logprobs in several:
                     if request.life == chunk.life:
-                        self._take_token(request, some_tokens[row], some_logprobs[row], likely, row)
+                        self._take_token(chunk, some_tokens[row], some_logprobs[row], likely)
             elif request.life == chunk.life and isinstance(request, ScoreRequest):
                 self._take_score(request, chunk, score_logprobs, logits, score_likely)
 
@@ -213,20 +213,15 @@ class Runner:
         if chunk.completes:
             self._finish(request)
 
-    def _take_token(
-        self,
-        request: GenerateRequest,
-        token: int,
-        logprob: float,
-        likely: TopRows | None,
-        row: int,
-    ) -> None:
+    def _take_token(self, chunk: Chunk, token: int, logprob: float, likely: TopRows | None) -> None:
+        request: GenerateRequest = chunk.request
         tokens, count = request.tokens, request.params.logprobs
         tokens.append(token)
         request.pending -= 1
         request.logprobs.append(logprob)
+        request.versions.append(chunk.version)
         if count:
-            request.top_logprobs.append(likely.pairs(row, count))
+            request.top_logprobs.append(likely.pairs(chunk.row, count))
         self.counts["generated_tokens"] += 1
         if (len(request.cached) + 1) * self.scheduler.pool.page_size <= len(tokens):
             self.scheduler.share(request)
@@ -239,7 +234,8 @@ class Runner:
             completion = _completion(request, reason, stream)
         shown = None if count is None else logprob
         top = request.top_logprobs[-1] if count else None
-        self.deltas[request].append(Delta(request.index, token, shown, text, completion, top))
+        delta = Delta(request.index, token, shown, text, completion, top, chunk.version)
+        self.deltas[request].append(delta)
 
     def _finish_reason(self, request, token, stream) -> FinishReason | None:
         params = request.params
@@ -282,4 +278,5 @@ def _completion(
         adapter_version=request.adapter_version,
         prompt_token_ids=request.tokens[: request.prompt_length],
         top_logprobs=list(request.top_logprobs) if request.params.logprobs else None,
+        adapter_versions=None if request.adapter is None else list(request.versions),
     )

@@ -12,6 +12,11 @@ Full pages are shared by all requests that begin with the same tokens under the 
 adapter. A request whose next page a running one is about to fill waits for it, and is passed
 meanwhile: of many samples of one prompt, one computes it.
 
+Where versions switch, requests go on with the newest one, at once. One that runs keeps what it has
+in the cache, and shares none of it any more, nor what follows from it; so it is with what others
+computed and it found there. A score of which a part is computed starts over. Nothing of the version
+before is found again, and its pages go with the last request that reads them.
+
 A request that waits for a row or for pages is not passed by any. One that waits for a slot is
 passed by requests whose adapter has a slot, and by those without an adapter; but after `MAX_PASSES`
 of the former nothing with an adapter is admitted before it. So none starves. Take the first in the
@@ -44,7 +49,7 @@ from collections.abc import Iterable
 from lora_moe_jax.adapters.pool import AdapterPool, Entry
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.prefix_cache import CachedPage, PageKey
-from lora_moe_jax.serving.request import Request
+from lora_moe_jax.serving.request import Request, ScoreRequest
 from lora_moe_jax.serving.step_batch import RowTable, StepBatch
 from lora_moe_jax.serving.step_layout import StepLayout
 
@@ -121,6 +126,15 @@ class Scheduler:
             if request.adapter.adapter is None:
                 self.drop_unloaded()
 
+    def switch_versions(self) -> None:
+        """Requests whose version has a successor go on with it."""
+        for request in [*self.waiting, *reversed(self.running)]:
+            while request.adapter is not None and request.adapter.successor is not None:
+                request.switch(request.adapter.successor)
+                if isinstance(request, ScoreRequest) and request.in_parts:
+                    self._back_to_the_queue(request)
+        self.drop_unloaded()
+
     def drop_unloaded(self) -> None:
         """Frees the pages of adapters that were replaced or unloaded, if no request needs them."""
         self.pool.give_back(self.pool.prefixes.drop_unloaded())
@@ -167,7 +181,8 @@ class Scheduler:
     def share(self, request: Request) -> None:
         """Lets others find the full pages of a running request whose tokens are all known."""
         pages, limit = request.pages, min(request.computed, len(request.tokens))
-        while self.prefix_cache and (key := self._key(request, request.cached, limit)):
+        shares = self.prefix_cache and not request.mixed
+        while shares and (key := self._key(request, request.cached, limit)):
             place = len(request.cached)
             cached = self.pool.prefixes.add(request.adapter, key, pages[place])
             request.cached.append(cached)
@@ -179,7 +194,7 @@ class Scheduler:
 
     def _being_filled(self, request: Request) -> PageKey | None:
         """What the next page of a running request will be found by, if all its tokens are known."""
-        if not self.prefix_cache:
+        if not self.prefix_cache or request.mixed:
             return None
         return self._key(request, request.cached, len(request.tokens))
 
@@ -282,6 +297,8 @@ class Scheduler:
         self._free_rows.append(request.row)
         if request.adapter is not None:
             self.adapters.release(request.adapter)
+        if request.mixed:  # perhaps the last that reads pages of an older version
+            self.drop_unloaded()
 
     def _split(self) -> tuple[list[Request], list[tuple[Request, int]]]:
         """Who generates in the next step, and so many tokens of which prompts."""

@@ -17,7 +17,8 @@ class Chunk(NamedTuple):
 
     `completes` says whether they are the last of the request so far, `samples` whether the next
     token is to be sampled after them. `row` and `life` are the request's when the batch was made:
-    what comes out belongs to it only while its `life` is that.
+    what comes out belongs to it only while its `life` is that. `version` is the adapter's then:
+    when it is read the request may go on with a newer one.
     """
 
     request: Request
@@ -28,6 +29,7 @@ class Chunk(NamedTuple):
     samples: bool
     row: int
     life: int
+    version: int | None
 
 
 class StepBatch(NamedTuple):
@@ -100,7 +102,7 @@ class RowTable:
         rows, values = np.full(size, -1, np.int32), self.values
         count = len(generating)
         chunks = [
-            Chunk(r, r.computed, 1, at, True, True, r.row, r.life)
+            Chunk(r, r.computed, 1, at, True, True, r.row, r.life, r.version)
             for at, r in enumerate(generating)
         ]
         where = [r.row for r in generating]
@@ -120,9 +122,9 @@ class RowTable:
             rows[places] = request.row
             completes = end == len(request.tokens)
             samples = completes and isinstance(request, GenerateRequest)
-            row = request.row
+            row, life, version = request.row, request.life, request.version
             chunks.append(
-                Chunk(request, start, length, offset, completes, samples, row, request.life)
+                Chunk(request, start, length, offset, completes, samples, row, life, version)
             )
             offset += length
             if samples:

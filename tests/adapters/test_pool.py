@@ -32,10 +32,12 @@ class Written(list):
         return adapter(held.rank)
 
 
-def make(slots: int, names: str = "") -> tuple[AdapterPool, Written, dict[str, Entry]]:
+def make(
+    slots: int, names: str = "", switch: bool = False
+) -> tuple[AdapterPool, Written, dict[str, Entry]]:
     """A pool with an adapter for each letter."""
     written = Written([None] * slots)
-    pool = AdapterPool(slots, written, written.read)
+    pool = AdapterPool(slots, written, written.read, switch=switch)
     return pool, written, {name: pool.add(name, adapter()) for name in names}
 
 
@@ -67,6 +69,60 @@ def test_an_update_takes_the_slot_of_the_version_before():
     assert new.info.targets == ("self_attn.q_proj",) and new.info.rank == 3
     assert entries["a"].adapter is None and isinstance(written[0], DeviceParams)
     assert pool.host_bytes == entries["b"].info.nbytes
+
+
+@pytest.mark.parametrize("kind", ["add", "update"])
+def test_a_successor_takes_slot_and_requests(kind):
+    """One slot is enough while requests run; they end by the entry that they are with then."""
+    pool, written, entries = make(1, "a", switch=True)
+    old = entries["a"]
+    assert run(pool, old)
+    pool.begin(old)  # waits
+    for turn in range(3):
+        values = adapter(2) if kind == "add" else params(2)
+        new = getattr(pool, kind)("a", values)
+        assert old.successor is new and (old.slot, old.adapter) == (None, None)
+        assert (old.requests, old.running) == (0, 0)
+        assert (new.slot, new.requests, new.running) == (0, 2, 1)
+        assert (new.info.version, written[0]) == (turn + 2, values)
+        old = new
+    assert (pool.resident, pool.evictions, pool._retired) == (1, 0, set())
+    assert pool.host_bytes == new.info.nbytes
+    stop(pool, new)
+    assert pool.acquire(new)
+    stop(pool, new)
+    pool.remove("a")
+    assert pool.free == 1
+
+
+def test_a_successor_of_one_without_a_slot():
+    """It takes the requests, and a slot where an idle adapter has one; a pin goes along."""
+    pool, written, entries = make(2, "abc", switch=True)
+    assert run(pool, entries["a"]) and run(pool, entries["b"])
+    pool.begin(entries["c"])
+    with pytest.raises(AdapterError, match="no slot can be had"):
+        pool.update("c", params())
+    assert (entries["c"].successor, entries["c"].requests) == (None, 1)
+    loaded = pool.add("c", adapter(2))
+    assert (loaded.slot, loaded.requests, entries["c"].adapter) == (None, 1, None)
+    stop(pool, entries["a"])
+    updated = pool.update("c", params())
+    assert (updated.slot, updated.requests, entries["a"].slot) == (0, 1, None)
+    pool.pin("c")
+    pinned = pool.update("c", params(3))
+    assert (pinned.slot, pinned.info.pinned, updated.info.pinned) == (0, True, False)
+    assert isinstance(written[0], DeviceParams) and pool.loads == 4
+
+
+def test_what_was_unloaded_has_no_successor():
+    pool, _, entries = make(2, "a", switch=True)
+    assert run(pool, entries["a"])
+    pool.remove("a", "finish")
+    new = pool.update("a", params())
+    assert (new.slot, new.requests, new.info.version) == (1, 0, 2)
+    assert (entries["a"].slot, entries["a"].successor, entries["a"].running) == (0, None, 1)
+    stop(pool, entries["a"])
+    assert pool.free == 1
 
 
 def test_an_update_goes_beside_a_version_that_runs():

@@ -1,13 +1,16 @@
 """Random operations on the pocket model's engine: books that agree, and outputs that are right.
 
 Every output is compared with that of the same request alone, in the same engine, before: no request
-may see another's cache, or another adapter's weights.
+may see another's cache, or another adapter's weights. Where a request went on with a new version,
+what came before is compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -26,7 +29,7 @@ from hypothesis.stateful import (
 from lora_moe_jax import AdapterError, Engine, RequestStream, read_adapter
 from lora_moe_jax.adapters import Adapter
 from lora_moe_jax.pocket import ADAPTERS, BASE
-from lora_moe_jax.serving.request import Request
+from lora_moe_jax.serving.request import Request, scores
 from tests.serving.helpers import bits, greedy, prompts, sampled
 
 OPTIONS = {
@@ -66,9 +69,9 @@ class World:
     scores: dict[tuple, bytes]
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    engine = Engine.from_pretrained(BASE, **OPTIONS)
+@pytest.fixture(scope="module", params=["finish", "switch"])
+def world(request) -> World:
+    engine = Engine.from_pretrained(BASE, **OPTIONS, update_policy=request.param)
     made = World(engine, {}, {}, {}, {})
     engine._runner.scheduler.prefix_cache = False
     for source in (None, *SOURCES):
@@ -97,13 +100,19 @@ def world() -> World:
 
 @dataclass(eq=False)
 class Open:
-    """A stream, with what each of its requests should give and has given."""
+    """A stream, with what each of its requests should give and has given.
+
+    Attributes:
+      expected: tokens and logprobs by the adapter's version, which may be a later one.
+      named: the adapter and its version when the stream was opened.
+    """
 
     stream: RequestStream
-    expected: list[tuple]
+    expected: list[Callable[[int | None], tuple]]
     counts: list[int]
     named: list[tuple[str | None, int | None]]
     found: list[list]
+    switches: bool
 
     def read(self, count: int) -> bool:
         """Takes so many deltas; whether there are no more."""
@@ -115,23 +124,36 @@ class Open:
             found = self.found[delta.index]
             assert not found or found[-1] is not None, "something came after the end"
             if delta.token_id is not None:
-                found.append((delta.token_id, np.float32(delta.logprob).tobytes()))
+                logprob = np.float32(delta.logprob).tobytes()
+                found.append((delta.token_id, logprob, delta.adapter_version))
             if delta.completion is not None:
                 self._check_end(delta.index, delta.completion)
                 found.append(None)
         return False
 
     def _check_end(self, index: int, completion) -> None:
-        assert (completion.adapter, completion.adapter_version) == self.named[index]
         tokens, logprobs = bits(completion)
         count = len(tokens)
         if completion.finish_reason != "abort":
             assert count == self.counts[index]
-        wanted, wanted_logprobs = self.expected[index]
-        assert (tokens, logprobs) == (wanted[:count], wanted_logprobs[: 4 * count])
-        came = [token for token, _ in self.found[index]]
-        assert came == list(tokens)
-        assert b"".join(logprob for _, logprob in self.found[index]) == logprobs
+        came, came_logprobs, versions = (
+            tuple(each[part] for each in self.found[index]) for part in range(3)
+        )
+        assert (came, b"".join(came_logprobs)) == (tokens, logprobs)
+        name, version = self.named[index]
+        assert completion.adapter == name
+        if name is None:
+            assert completion.adapter_versions is None and set(versions) <= {None}
+        else:
+            assert completion.adapter_versions == list(versions) == sorted(versions)
+        began = completion.adapter_version
+        if not self.switches:
+            assert (began, set(versions) | {version}) == (version, {version})
+        assert name is None or began >= version
+        pure = versions.count(began)  # those after it were computed on an older cache
+        wanted, wanted_logprobs = self.expected[index](began)
+        assert tokens[:pure] == wanted[:pure]
+        assert logprobs[: 4 * pure] == wanted_logprobs[: 4 * pure]
 
 
 class Machine(RuleBasedStateMachine):
@@ -142,6 +164,9 @@ class Machine(RuleBasedStateMachine):
         self.world, self.engine = world, world.engine
         self.compilations = self.engine.stats().compilations
         self.loaded: dict[str, tuple[str, int]] = {}  # name -> source, version
+        self.sources_of: dict[tuple[str | None, int | None], str | None] = {(None, None): None}
+        self.switches = self.engine.options.update_policy == "switch"
+        self.scores: list[tuple[RequestStream, int]] = []
         self.pinned: set[str] = set()
         self.open: list[Open] = []
 
@@ -160,6 +185,10 @@ class Machine(RuleBasedStateMachine):
     def draw_name(self, data) -> str | None:
         return data.draw(st.sampled_from([None, *sorted(self.loaded)]))
 
+    def now(self, name: str, source: str, version: int) -> None:
+        self.loaded[name] = source, version
+        self.sources_of[name, version] = source
+
     # Adapters
 
     @rule(name=names, source=sources)
@@ -167,7 +196,7 @@ class Machine(RuleBasedStateMachine):
         """A new name, or a new version under it."""
         info = self.engine.load_adapter(name, self.world.adapters[source])
         assert info.version > self.loaded.get(name, ("", 0))[1]
-        self.loaded[name] = source, info.version
+        self.now(name, source, info.version)
 
     @rule(name=names, source=sources)
     def update(self, name, source):
@@ -179,7 +208,7 @@ class Machine(RuleBasedStateMachine):
             assert "no slot can be had" in str(error) and self.engine.adapters() == before
             return
         assert info.slot is not None
-        self.loaded[name] = source, info.version
+        self.now(name, source, info.version)
 
     @precondition(lambda self: self.loaded)
     @rule(data=st.data(), when_busy=st.sampled_from(["refuse", "finish"]))
@@ -224,13 +253,16 @@ class Machine(RuleBasedStateMachine):
             names,
             priority,
         )
-        sources = [self.source(name) for name in names]
         expected = [
-            self.world.outputs[source, place, kind]
-            for (source, _), place, kind in zip(sources, places, kinds, strict=True)
+            functools.partial(self.expected, *each)
+            for each in zip(names, places, kinds, strict=True)
         ]
-        named = [(name, version) for name, (_, version) in zip(names, sources, strict=True)]
-        self.open.append(Open(stream, expected, counts, named, [[] for _ in names]))
+        named = [(name, self.source(name)[1]) for name in names]
+        found = [[] for _ in names]
+        self.open.append(Open(stream, expected, counts, named, found, self.switches))
+
+    def expected(self, name, place, kind, version) -> tuple:
+        return self.world.outputs[self.sources_of[name, version], place, kind]
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), count=st.integers(1, 12))
@@ -265,6 +297,22 @@ class Machine(RuleBasedStateMachine):
         assert score.logprobs.tobytes() == self.world.scores[source, place]
         assert (score.adapter, score.adapter_version) == (name, version)
 
+    @rule(data=st.data(), place=places)
+    def open_score(self, data, place):
+        """One that takes its turn with the others."""
+        name = self.draw_name(data)
+        stream = self.engine._open_scores([PROMPTS[place]], [name], False, 0, 0)
+        self.scores.append((stream, place))
+
+    @precondition(lambda self: self.scores)
+    @rule()
+    def end_score(self):
+        stream, place = self.scores.pop(0)
+        assert list(stream) == []
+        (score,) = scores(stream.requests)
+        source = self.sources_of[score.adapter, score.adapter_version]
+        assert score.logprobs.tobytes() == self.world.scores[source, place]
+
     # What holds
 
     @invariant()
@@ -280,8 +328,10 @@ class Machine(RuleBasedStateMachine):
         assert pool.free == len(pool._free) + sum(not one.users for one in cached)
         for request in running:
             assert request.pages[: len(request.cached)] == [one.page for one in request.cached]
-            assert {one.adapter for one in request.cached} <= {request.adapter}
-        assert all(one.adapter is None or one.adapter.adapter is not None for one in cached)
+            assert request.mixed or {one.adapter for one in request.cached} <= {request.adapter}
+            assert not request.mixed or self.switches
+        gone = {one for one in cached if one.adapter and one.adapter.adapter is None}
+        assert gone <= {one for request in running if request.mixed for one in request.cached}
 
     @invariant()
     def every_row_is_with_one(self):
@@ -318,9 +368,11 @@ class Machine(RuleBasedStateMachine):
             while self.open:
                 self.open[0].read(1000)
                 del self.open[0]
+            while self.scores:
+                self.end_score()
         finally:
-            for one in self.open:
-                one.stream.close()
+            for stream in [*(one.stream for one in self.open), *(each for each, _ in self.scores)]:
+                stream.close()
             for info in self.engine.adapters():
                 self.engine.unload_adapter(info.name)
         stats, pool = self.engine.stats(), self.engine._runner.scheduler.pool
