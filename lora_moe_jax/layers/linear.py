@@ -46,9 +46,14 @@ class Linear(nnx.Module):
         self.slots = adapter_slots(projection, build, in_axis=in_axis, out_axis=out_axis)
 
     def __call__(
-        self, x: Float[Array, "tokens in"], token_slots: Int[Array, " tokens"]
+        self,
+        x: Float[Array, "tokens in"],
+        token_slots: Int[Array, " tokens"],
+        out_dtype: jax.typing.DTypeLike | None = None,
     ) -> Float[Array, "tokens out"]:
-        y = lora_matmul(x, self.weight[...], token_slots, (lora_of(self.slots),))
+        """`out_dtype`: see `lora_matmul`."""
+        lora = (lora_of(self.slots),)
+        y = lora_matmul(x, self.weight[...], token_slots, lora, out_dtype=out_dtype)
         y = self.axes.psum(y, self.sum_over)
         return y if self.bias is None else y + self.bias[...]
 

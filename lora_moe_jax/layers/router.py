@@ -34,8 +34,8 @@ class Router(nnx.Module):
         self, x: Float[Array, "tokens hidden"], token_slots: Int[Array, " tokens"]
     ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
         config = self.config
-        wide = x.astype(jnp.float32) if config.router_float32 else x
-        logits = self.proj(wide, token_slots)
+        # Products of bfloat16 are exact in float32, where they are summed: x stays as it is.
+        logits = self.proj(x, token_slots, jnp.float32 if config.router_float32 else None)
         scores = score(logits.astype(jnp.float32), config)
         choice = scores if self.correction_bias is None else scores + self.correction_bias[...]
         _, experts = lax.top_k(keep_best_groups(choice, config), config.top_k)

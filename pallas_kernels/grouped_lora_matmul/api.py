@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_lora_matmul import differentiable
@@ -47,6 +48,7 @@ def grouped_lora_matmul(
     *,
     parts: tuple[int, ...] | None = None,
     gate: Gate | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows n"]:
     """Multiplies each row by its group's weight and adds its adapter's low-rank product.
@@ -65,7 +67,8 @@ def grouped_lora_matmul(
 
     Differentiable with respect to `x` and `lora`. The base is frozen: the cotangent of `w` is
     zero and is never computed. Gradients of `a` and `b` rows at and past an adapter's rank are
-    what the formula gives (zero for `a` as `b` is zero there; mask them when training).
+    what the formula gives (zero for `a` as `b` is zero there; mask them when training). With an
+    `out_dtype` the cotangent of the result is rounded to x's dtype before anything is made of it.
 
     Args:
       x: rows, float32 or bfloat16 (float64 with x64 enabled). Where w has another type, "xla"
@@ -79,16 +82,19 @@ def grouped_lora_matmul(
       parts: widths of the parts, adding up to N. Default: one part.
       gate: N is `[gate | up]`, and the result is the gate's function of both, in the epilogue of
         the product.
+      out_dtype: float32 keeps the float32 sums of narrower x and w as they are (a router's logits
+        from bfloat16 operands), where there is no gate. None: x's dtype.
       implementation: one of `IMPLEMENTATIONS`. None: the platform's kernels where they serve these
         shapes and dtypes ("mosaic_gpu" on Hopper GPUs, then "triton" on any; "mosaic_tpu" on
         TPUs), else "xla".
 
     Returns:
-      `[M, N]` in x's dtype, `[M, N / 2]` with a gate; products accumulate in float32 (float64 for
-      float64).
+      `[M, N]` in x's dtype or `out_dtype`, `[M, N / 2]` with a gate; products accumulate in
+      float32 (float64 for float64).
 
     Raises:
-      ValueError: shapes that do not belong together.
+      ValueError: shapes that do not belong together; an `out_dtype` that is not float32, or with a
+        gate.
       NotImplementedError: an implementation that does not exist or cannot serve these shapes.
     """
     parts = parts or (w.shape[1],)
@@ -98,14 +104,28 @@ def grouped_lora_matmul(
         raise ValueError(f"a gate needs N = [gate | up], got N {w.shape[1]} in {parts=}")
     if gate is not None and len(parts) == 2 and parts[0] != parts[1]:
         raise ValueError(f"gate and up must have equal widths, got {parts=}")
-    backend = choose_backend(implementation, x, w, lora, parts)
+    out_dtype = _result_dtype(out_dtype, gate)
+    backend = choose_backend(implementation, x, w, lora, parts, out_dtype)
     if row_slots is None:
         row_slots = jnp.full(x.shape[0], -1, jnp.int32)
     tables = backend.tables(group_sizes, jnp.asarray(row_slots), w.shape[0])
-    return differentiable.grouped_lora_matmul(backend, parts, gate, x, w, tables, lora, None)
+    return differentiable.grouped_lora_matmul(
+        backend, parts, gate, out_dtype, x, w, tables, lora, None
+    )
 
 
-def choose_backend(implementation: str | None, x, w, lora, parts) -> ModuleType:
+def _result_dtype(out_dtype, gate: Gate | None) -> np.dtype | None:
+    if out_dtype is None:
+        return None
+    wide = np.dtype(np.float32)
+    if wide != out_dtype or gate is not None:
+        raise ValueError(f"out_dtype is None or float32, without a gate; got {out_dtype=}, {gate=}")
+    return wide
+
+
+def choose_backend(
+    implementation: str | None, x, w, lora, parts, out_dtype: np.dtype | None = None
+) -> ModuleType:
     """The module that serves the call.
 
     Raises:
@@ -124,11 +144,11 @@ def choose_backend(implementation: str | None, x, w, lora, parts) -> ModuleType:
     *first, last = map(_module, names)
     for backend in first:
         try:
-            backend.check(x, w, lora, parts)
+            backend.check(x, w, lora, parts, out_dtype)
         except NotImplementedError:
             continue
         return backend
-    last.check(x, w, lora, parts)
+    last.check(x, w, lora, parts, out_dtype)
     return last
 
 
@@ -144,11 +164,20 @@ def lora_matmul(
     *,
     parts: tuple[int, ...] | None = None,
     gate: Gate | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows n"]:
     """`grouped_lora_matmul` for a dense layer: one group that owns every row."""
     return grouped_lora_matmul(
-        x, w[None], None, row_slots, lora, parts=parts, gate=gate, implementation=implementation
+        x,
+        w[None],
+        None,
+        row_slots,
+        lora,
+        parts=parts,
+        gate=gate,
+        out_dtype=out_dtype,
+        implementation=implementation,
     )
 
 

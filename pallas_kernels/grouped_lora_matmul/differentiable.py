@@ -4,7 +4,7 @@ A backend is a module (`xla`, `triton`, `mosaic_gpu`, `mosaic_tpu`) with these f
 which is differentiable by itself. Letters as in `api.py`; u is a backend's own array type for
 [M, R].
 
-    check(x, w, lora, parts)
+    check(x, w, lora, parts, out_dtype=None)
         Raises NotImplementedError, naming the shapes, for what it cannot serve.
     tables(group_sizes, row_slots, groups) -> tables
         All it needs to know about the rows, computed once for all products of a layer. Has
@@ -12,12 +12,13 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
     dispatch(x, groups, slots, group, token_slots) -> Route(token, position, tables), rows
         The same for (token, choice) rows, sorted by (group, slot), and each row's x; `slots` is how
         many there are.
-    product(x, w, tables, u, factors, starts, *, contract, gate=None) -> [M, N]
+    product(x, w, tables, u, factors, starts, *, contract, gate=None, out_dtype=None) -> [M, N]
         x[t] times its group's weight, contracted over w's axis `contract`: 2 for w [G, N, K],
         1 for w [G, K, N]. Then, for each term p in order,
         y[t, starts[p] : + width] += u[p][t] · factors[p][slot, group], factors[p] [S, G or 1, R,
         width]. Rows past the last group are zero. With a gate, N is [gate | up] and the result is
-        the gate's function of both, [M, N / 2].
+        the gate's function of both, [M, N / 2]. The result is the float32 sums rounded to x's
+        dtype, or not rounded if out_dtype is float32, which comes without a gate.
     shrink(x, tables, factors, starts, scalings) -> u of each term
         u[p][t] = scalings[p][slot, group] · x[t, starts[p] : + width] · factors[p][slot, group]ᵀ,
         scaled in float32; a scaling of None is 1. Rows without an adapter may hold anything.
@@ -38,6 +39,7 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.grouped_lora_matmul.gate import (
     Gate,
@@ -46,11 +48,12 @@ from pallas_kernels.grouped_lora_matmul.gate import (
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def grouped_lora_matmul(
     backend: ModuleType,
     parts: tuple[int, ...],
     gate: Gate | None,
+    out_dtype: np.dtype | None,
     x,
     w,
     tables,
@@ -59,31 +62,36 @@ def grouped_lora_matmul(
 ):
     """See `api.grouped_lora_matmul`; `parts` and `lora` are complete here.
 
+    The gradient is that of a result in x's dtype: its cotangent is rounded to that before the
+    backward product and the sums of `outer`.
+
     Args:
       shared_u: u of every term if it is known already, computed once for each token from shared
         A factors; else None. Its gradient flows through x and lora as if it were computed here.
     """
     terms = _terms(parts, lora)
     u = _shrink(backend, x, tables, terms) if shared_u is None else shared_u
-    return _product(backend, x, w, tables, u, terms, gate)
+    return _product(backend, x, w, tables, u, terms, gate, out_dtype)
 
 
-def _forward(backend, parts, gate, x, w, tables, lora, shared_u):
+def _forward(backend, parts, gate, out_dtype, x, w, tables, lora, shared_u):
     # Differentiated outside of jit, NumPy arguments arrive as they are.
     x, w, tables, lora = jax.tree.map(jnp.asarray, (x, w, tables, lora))
     terms = _terms(parts, lora)
     u = _shrink(backend, x, tables, terms) if shared_u is None else shared_u
-    y = _product(backend, x, w, tables, u, terms, None)
+    y = _product(backend, x, w, tables, u, terms, None, out_dtype)
     before_gate = None
     if gate is not None:
         before_gate, y = y, gated_columns(y, gate)
     return y, (x, w, tables, lora, u, before_gate)
 
 
-def _backward(backend, parts, gate, saved, dy):
+def _backward(backend, parts, gate, out_dtype, saved, dy):
     x, w, tables, lora, u, before_gate = saved
     if gate is not None:
         dy = gated_columns_gradient(before_gate, dy, gate)
+    if out_dtype is not None:
+        dy = dy.astype(x.dtype)
     dx, dlora = gradients(backend, parts, x, w, tables, lora, u, dy)
     return dx, None, None, dlora, None
 
@@ -122,9 +130,11 @@ def _shrink(backend, x, tables, terms):
     return backend.shrink(x, tables, a, (0,) * len(terms), scalings)
 
 
-def _product(backend, x, w, tables, u, terms, gate):
+def _product(backend, x, w, tables, u, terms, gate, out_dtype):
     factors, starts = tuple(pair.b for _, pair in terms), tuple(start for start, _ in terms)
-    return backend.product(x, w, tables, u, factors, starts, contract=2, gate=gate)
+    return backend.product(
+        x, w, tables, u, factors, starts, contract=2, gate=gate, out_dtype=out_dtype
+    )
 
 
 def _a_gradients(backend, pairs, x, du, tables):

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -64,6 +65,7 @@ def product_kernel(
     schedule: ProductSchedule,
     contract: int,
     gate: Gate | None,
+    out_dtype: np.dtype,
     *,
     interpreted: bool = False,
 ):
@@ -72,16 +74,19 @@ def product_kernel(
     Args:
       x: [M, K]. w: [G, N, K] (contract 2) or [G, K, N] (contract 1).
       starts: the first output column of each term.
+      out_dtype: x's, or float32 where there is no gate.
       interpreted: for the interpreter, which knows no layouts.
 
     Returns:
-      [M, N] in x's dtype, or [M, N / 2] when gated.
+      [M, N] in out_dtype, or [M, N / 2] when gated.
     """
     single_rows = tables.tiles is None
-    layout = ProductLayout(x, w, terms, starts, schedule, contract, gate, single_rows, interpreted)
+    layout = ProductLayout(
+        x, w, terms, starts, schedule, contract, gate, single_rows, interpreted, out_dtype
+    )
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
-        out_type=jax.ShapeDtypeStruct((x.shape[0], whole_lines(layout.width, 64)), x.dtype),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], whole_lines(layout.width, 64)), out_dtype),
         grid=(schedule.programs,),
         grid_names=("program",),
         num_threads=schedule.consumers + 1,
@@ -485,7 +490,7 @@ class _Kernel:
                         for half in (total, sums[s.blocks + block][p])
                     )
                     total = gated(left, right, layout.gate)
-                total = total.astype(layout.dtype)
+                total = total.astype(layout.out_dtype)
                 turned = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
                 buffer.at[pl.ds(piece.start - begin, piece.width)].T[...] = turned
             plgpu.commit_smem()

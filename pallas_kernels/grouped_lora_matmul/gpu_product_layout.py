@@ -25,14 +25,16 @@ K_STEP = 64  # columns of one block of a stage: 128 bytes, the widest swizzle
 class ProductLayout:
     """Sizes of one kernel, and its memory."""
 
-    def __init__(self, x, w, terms, starts, schedule, contract, gate, single_rows, interpreted):
+    def __init__(
+        self, x, w, terms, starts, schedule, contract, gate, single_rows, interpreted, out_dtype
+    ):
         self.single_rows, self.interpreted = single_rows, interpreted
         self.schedule, self.contract, self.gate, self.starts = schedule, contract, gate, starts
         self.parts = 2 if gate is not None else 1
         self.rows, self.k = x.shape
         self.groups = w.shape[0]
         self.width = w.shape[3 - contract] // self.parts
-        self.dtype = x.dtype
+        self.dtype, self.out_dtype = x.dtype, out_dtype
         self.k_steps = pl.cdiv(self.k, K_STEP * schedule.depth)
         self.feature_tiles = pl.cdiv(self.width, schedule.features)
         self.chunk = min(CHUNK, schedule.heights[-1])
@@ -83,8 +85,8 @@ class ProductLayout:
             w_stage=overlaid(*w_uses, interpreted=self.interpreted),
             out=plgpu.SMEM(
                 (s.consumers, s.buffers, self.chunk, 64),
-                self.dtype,
-                transforms=(plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)),
+                self.out_dtype,
+                transforms=self.out_transforms(),
             ),
             full=plgpu.Barrier(num_arrivals=s.depth * (1 + self.w_copies), num_barriers=s.stages),
             empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
@@ -97,6 +99,12 @@ class ProductLayout:
                 num_arrivals=2 * self.terms_of_stage, num_barriers=s.stages
             )
         return scratch
+
+    def out_transforms(self):
+        """A line of bfloat16 is one swizzle; there is none that a line of float32 fits into."""
+        if self.out_dtype.itemsize > 2:
+            return ()
+        return plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)
 
     def word_copies(self):
         """The tile's words in the table, or its row's place; with adapters places and run ends."""

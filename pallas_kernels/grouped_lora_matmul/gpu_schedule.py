@@ -74,8 +74,14 @@ class ShrinkSchedule:
     programs: int
 
 
-def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> ProductSchedule:
-    """For `rows` rows over `groups` groups, `width` features in each of `parts` parts."""
+def product_schedule(
+    rows: int, groups: int, width: int, parts: int = 1, out_bytes: int = 2
+) -> ProductSchedule:
+    """For `rows` rows over `groups` groups, `width` features in each of `parts` parts.
+
+    Args:
+      out_bytes: of one element of the result.
+    """
     mean = rows / groups
     heights = _heights(rows, groups)
     most_tiles = _most_tiles(rows, groups)
@@ -98,7 +104,7 @@ def product_schedule(rows: int, groups: int, width: int, parts: int = 1) -> Prod
     w_rows = parts * blocks * consumers * 64
     stage = depth * (w_rows + heights[-1]) * 128
     words = 4 * TILES * words_of_tile(heights)
-    buffer = consumers * min(CHUNK, heights[-1]) * 128
+    buffer = consumers * min(CHUNK, heights[-1]) * 64 * out_bytes
     free = SHARED_MEMORY - _whole(words, ARRAY)
     # Two more output buffers help, unless they take a stage that is needed more.
     buffers = 4 if blocks * -(-heights[-1] // CHUNK) > 1 else 2

@@ -24,8 +24,9 @@ MAX_RANK = 128
 MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
 
 
-def check(x, w, lora, parts):
+def check(x, w, lora, parts, out_dtype=None):
     """Raises NotImplementedError, with the shapes, for what the kernels cannot serve."""
+    del out_dtype
     pairs = [pair for pair in lora if pair is not None]
 
     def refuse(why: str):
@@ -65,13 +66,14 @@ def dispatch(x, groups: int, slots: int, group, token_slots):
     return plan, gpu_spread.spread_rows(x, plan.position)
 
 
-def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):
+def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None, out_dtype=None):
     """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`."""
     parts = 1 if gate is None else 2
     width = w.shape[3 - contract] // parts
-    schedule = product_schedule(x.shape[0], w.shape[0], width, parts)
+    out_dtype = out_dtype or x.dtype
+    schedule = product_schedule(x.shape[0], w.shape[0], width, parts, out_dtype.itemsize)
     terms = Terms(tuple(u), tuple(map(_whole_ranks, factors))) if factors else None
-    return product_kernel(tables, x, w, terms, tuple(starts), schedule, contract, gate)
+    return product_kernel(tables, x, w, terms, tuple(starts), schedule, contract, gate, out_dtype)
 
 
 def shrink(x, tables: Tables, factors, starts, scalings):

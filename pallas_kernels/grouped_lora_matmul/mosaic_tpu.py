@@ -22,7 +22,7 @@ from pallas_kernels.routing_plan.api import sort_rows
 DTYPES = (jnp.bfloat16, jnp.float32)
 
 
-def check(x, w, lora, parts):
+def check(x, w, lora, parts, out_dtype=None):
     """Raises NotImplementedError, with the shapes, for what the kernels cannot serve:
 
     - other types than bfloat16 and float32;
@@ -47,12 +47,12 @@ def check(x, w, lora, parts):
     if any(array.dtype not in DTYPES for array in arrays):
         refuse("x, w and adapters must be bfloat16 or float32")
     try:
-        _schedule_all(x, w, pairs, parts)
+        _schedule_all(x, w, pairs, parts, out_dtype)
     except NotImplementedError as error:
         refuse(str(error))
 
 
-def _schedule_all(x, w, pairs, parts):
+def _schedule_all(x, w, pairs, parts, out_dtype):
     """Everything that the forward and backward pass schedule; raises what they would."""
     device = tpu_schedule.current_device()
     rows, (_, n, k) = max(x.shape[0], 1), w.shape
@@ -60,7 +60,10 @@ def _schedule_all(x, w, pairs, parts):
     halves = (1, 2) if len(parts) == 2 and parts[0] == parts[1] else (1,)
     for count in halves:
         terms = tuple((p.b.shape[2], 0, n // count, itemsize(p.b.dtype)) for p in pairs)
-        tpu_schedule.product_schedule(_shape(x, w, k, n // count, count, 2, terms), device)
+        shape = _shape(x, w, k, n // count, count, 2, terms)
+        if out_dtype is not None:
+            shape = shape._replace(x_bytes=itemsize(out_dtype))
+        tpu_schedule.product_schedule(shape, device)
     terms = tuple((p.a.shape[2], 0, k, itemsize(p.a.dtype)) for p in pairs)
     tpu_schedule.product_schedule(_shape(x, w, n, k, 1, 1, terms), device)
     if not pairs:
@@ -113,8 +116,12 @@ def dispatch(x, groups: int, slots: int, group, token_slots):
     return Route(found.token, found.position, row_tables), x[found.token]
 
 
-def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):
-    """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`."""
+def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None, out_dtype=None):
+    """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`.
+
+    The kernel's result has x's dtype: for another one x is converted.
+    """
+    x = x.astype(out_dtype or x.dtype)
     rows, groups = x.shape[0], w.shape[0]
     halves = 1 if gate is None else 2
     n = w.shape[3 - contract] // halves

@@ -1,14 +1,18 @@
 """Kernels for GPUs in any floating-point type, of any size: what the Hopper kernels do not serve.
 
-A tile is 32 rows of one group and 64 columns, whatever the number of rows, so that a row's sums
-have one order. Float32 is multiplied as float32, not as tf32. The host decides nothing while the
-device works, as it does for each turn of a loop in plain JAX. Dispatch and the gradients of
-factors are those of plain JAX. The backend interface is described in `differentiable.py`.
+A tile is some rows of one group and some columns. Float32 is multiplied as float32, not as tf32:
+one thread adds up an output's products in order of K, one fused multiply-add after another, and
+bfloat16's tensor core instruction adds 16 of them at a time, in any tile of less than 64 rows
+(NOTES.md). So bits do not depend on the tile, whose size may follow the number of rows. The host
+decides nothing while the device works, as it does for each turn of a loop in plain JAX. Dispatch
+and the gradients of factors are those of plain JAX. The backend interface is described in
+`differentiable.py`.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +24,25 @@ from pallas_kernels.grouped_lora_matmul import xla
 from pallas_kernels.grouped_lora_matmul.base_product import tiles
 from pallas_kernels.grouped_lora_matmul.gate import gated_columns
 
-ROWS = 32
-COLUMNS = 64
-DEPTH = 32  # of K, in one step of a product
+
+class Tile(NamedTuple):
+    """Rows and columns of the result, and the columns of K in one step."""
+
+    rows: int
+    columns: int
+    depth: int
+
+
+LOW, TALL = Tile(16, 16, 128), Tile(32, 64, 32)
+MOST_LOW = 512  # tiles: with more, low ones take longer than tall ones
 SHRINK_DEPTH = 256
 
 dispatch, outer = xla.dispatch, xla.outer
 
 
-def check(x, w, lora, parts):
+def check(x, w, lora, parts, out_dtype=None):
     """Raises NotImplementedError for what the kernels cannot serve."""
-    del lora, parts
+    del lora, parts, out_dtype
     if x.shape[0] == 0 or x.shape[1] == 0 or jnp.float64 in (x.dtype, w.dtype):
         raise NotImplementedError(
             "triton: there must be a row and a column, of at most 32 bits "
@@ -43,47 +55,60 @@ def tables(group_sizes, row_slots, groups: int) -> xla.Tables:
     return xla.tables(group_sizes, row_slots, groups)
 
 
-def product(x, w, tables: xla.Tables, u, factors, starts, *, contract, gate=None):
+def tile_of(rows: int, groups: int, width: int) -> Tile:
+    """Low tiles where there are few rows: each waits for memory, and more of them wait together.
+
+    The interpreter's products order their sums by the tile, so that it has to be one there.
+    """
+    tiles = (pl.cdiv(rows, LOW.rows) + groups) * pl.cdiv(width, LOW.columns)
+    return TALL if tiles > MOST_LOW or jax.default_backend() == "cpu" else LOW
+
+
+def product(x, w, tables: xla.Tables, u, factors, starts, *, contract, gate=None, out_dtype=None):
     """See `differentiable.py`."""
     rows, width, groups = x.shape[0], w.shape[3 - contract], w.shape[0]
     sizes = tables.group_sizes
     if sizes is None:
         sizes = jnp.full(groups, rows // groups, jnp.int32)
-    count, *words = tiles(sizes.astype(jnp.int32), rows, ROWS)
+    tile = tile_of(rows, groups, width)
+    count, *words = tiles(sizes.astype(jnp.int32), rows, tile.rows)
     terms = [
         (its, factor.reshape(-1, *factor.shape[-2:]), xla.matrix_of_row(tables, factor))
         for its, factor in zip(u, factors, strict=True)
     ]
     flat = [array for term in terms for array in term]
     call = pl.pallas_call(
-        functools.partial(_product_kernel, rows, contract, starts, len(flat)),
+        functools.partial(_product_kernel, tile, rows, contract, starts, len(flat)),
         # Tiles write their full height where the interpreter runs; rows past the end are cut off.
-        out_shape=jax.ShapeDtypeStruct((rows + ROWS, width), jnp.float32),
-        grid=(words[0].shape[0], pl.cdiv(width, COLUMNS)),
+        out_shape=jax.ShapeDtypeStruct((rows + tile.rows, width), jnp.float32),
+        grid=(words[0].shape[0], pl.cdiv(width, tile.columns)),
         compiler_params=plgpu.CompilerParams(num_warps=4),
         interpret=jax.default_backend() == "cpu",
         name="grouped_product",
     )
     y = call(count[None], *words, tables.row_slots, x, w, *flat)[:rows]
     inside = jnp.arange(rows) < jnp.sum(sizes)
-    y = jnp.where(inside[:, None], y, 0).astype(x.dtype)
+    y = jnp.where(inside[:, None], y, 0).astype(out_dtype or x.dtype)
     return y if gate is None else gated_columns(y, gate)
 
 
-def _product_kernel(rows, contract, starts, flat, count, group, first, left, slots, x, w, *refs):
+def _product_kernel(
+    tile, rows, contract, starts, flat, count, group, first, left, slots, x, w, *refs
+):
     terms, y = refs[:flat], refs[flat]
-    tile, (depth, width) = pl.program_id(0), _kn(w, contract)
-    real_tile = tile < count[0]
-    here, first_row = group[tile], first[tile]
-    offset = lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0)
+    number, (depth, width) = pl.program_id(0), _kn(w, contract)
+    real_tile = number < count[0]
+    here, first_row = group[number], first[number]
+    offset = lax.broadcasted_iota(jnp.int32, (tile.rows, 1), 0)
     row = first_row + offset
-    real_row = real_tile & (offset < left[tile]) & (row < rows)
+    real_row = real_tile & (offset < left[number]) & (row < rows)
     row = jnp.where(real_tile, row, offset)
-    column = pl.program_id(1) * COLUMNS + lax.broadcasted_iota(jnp.int32, (1, COLUMNS), 1)
+    column = lax.broadcasted_iota(jnp.int32, (1, tile.columns), 1)
+    column = pl.program_id(1) * tile.columns + column
     operand = jnp.promote_types(x.dtype, w.dtype)
 
     def add(step, total):
-        k = step * DEPTH + jnp.arange(DEPTH, dtype=jnp.int32)
+        k = step * tile.depth + jnp.arange(tile.depth, dtype=jnp.int32)
         left_part = plgpu.load(
             x.at[row, k[None]], mask=real_row & (k[None] < depth), other=0
         ).astype(operand)
@@ -95,7 +120,8 @@ def _product_kernel(rows, contract, starts, flat, count, group, first, left, slo
             left_part, right_part, precision=precision, preferred_element_type=jnp.float32
         )
 
-    total = lax.fori_loop(0, pl.cdiv(depth, DEPTH), add, jnp.zeros((ROWS, COLUMNS), jnp.float32))
+    total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+    total = lax.fori_loop(0, pl.cdiv(depth, tile.depth), add, total)
     slot = plgpu.load(slots.at[row], mask=real_row, other=-1)
     for term, start in enumerate(starts):
         u, factor, index = terms[3 * term : 3 * term + 3]

@@ -46,7 +46,7 @@ class Route(NamedTuple):
     tables: Tables
 
 
-def check(x, w, lora, parts):
+def check(x, w, lora, parts, out_dtype=None):
     """Serves all shapes and floating-point types."""
 
 
@@ -69,12 +69,12 @@ def dispatch(x, groups: int, slots: int, group, token_slots):
     return Route(found.token, found.position, row_tables), x[found.token]
 
 
-def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None):
+def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None, out_dtype=None):
     """See `differentiable.py`."""
     y = grouped_product(x, w, tables.group_sizes, contract)
     if factors:
         y = _add_terms(y, x.shape[0], tables, u, factors, starts)
-    y = y[: x.shape[0]].astype(x.dtype)
+    y = y[: x.shape[0]].astype(out_dtype or x.dtype)
     if gate is None:
         return y
     # Of the rounded product, as training has it, which keeps the product for its gradient.

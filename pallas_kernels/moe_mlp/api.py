@@ -93,6 +93,7 @@ def moe_mlp(
         backend,
         parts,
         gate or Gate(),
+        None,
         rows,
         gate_up,
         route.tables,
@@ -103,7 +104,7 @@ def moe_mlp(
         slots = jnp.where(jnp.any(group < count, axis=1), token_slots, -1)
         return combined_down(backend, hidden, down, route, lora_down, weights, slots)
     rows = differentiable.grouped_lora_matmul(
-        backend, (down.shape[1],), None, hidden, down, route.tables, (lora_down,), None
+        backend, (down.shape[1],), None, None, hidden, down, route.tables, (lora_down,), None
     )
     return combine(rows, route.position, weights)
 

@@ -120,15 +120,14 @@ def cases(draw, shape: Shape) -> Case:
 
 
 @functools.cache
-def jitted(widths: tuple[int, ...] | None, implementation: str):
+def jitted(widths: tuple[int, ...] | None, implementation: str, out_dtype=None):
     """The compiled operation, taking the arrays of a `Case`."""
-    return jax.jit(
-        functools.partial(grouped_lora_matmul, parts=widths, implementation=implementation)
-    )
+    static = dict(parts=widths, implementation=implementation, out_dtype=out_dtype)
+    return jax.jit(functools.partial(grouped_lora_matmul, **static))
 
 
 @functools.cache
-def jitted_with_gradients(widths: tuple[int, ...] | None, implementation: str):
+def jitted_with_gradients(widths: tuple[int, ...] | None, implementation: str, out_dtype=None):
     """(case, dy) to (y, dx, dlora)."""
 
     def run(case: Case, dy):
@@ -141,6 +140,7 @@ def jitted_with_gradients(widths: tuple[int, ...] | None, implementation: str):
                 lora,
                 parts=widths,
                 implementation=implementation,
+                out_dtype=out_dtype,
             )
 
         y, pullback = jax.vjp(forward, case.x, case.lora)

@@ -53,17 +53,19 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     def factor(width):
         return array(slots, groups, rank, width)
 
-    def product(k, n, starts, widths, contract, gate):
+    def product(k, n, starts, widths, contract, gate, out_dtype=None):
         first, owned = packed_columns((rank,) * max(1, len(starts)), rank_tile(rank))
         low = array(rows, -(-(first[-1] + owned[-1]) // 64) * 64)
         u = tuple(Columns(low, begin, rank) for begin in first[: len(starts)])
         w = array(groups, n, k) if contract == 2 else array(groups, k, n)
-        static = dict(starts=starts, contract=contract, gate=gate)
+        static = dict(starts=starts, contract=contract, gate=gate, out_dtype=out_dtype)
         function = functools.partial(mosaic_gpu.product, **static)
         return function, (array(rows, k), w, tables, u, tuple(map(factor, widths)))
 
     for name, *sizes in layer_products(shape):
         yield name, *product(*sizes)
+    sizes = hidden, 2 * wide, (0, wide), (wide, wide), 2, None
+    yield "gate_up float32", *product(*sizes, jnp.dtype(jnp.float32))
 
     def dispatch(x, group, token_slots):
         return mosaic_gpu.dispatch(x, groups, slots, group, token_slots)

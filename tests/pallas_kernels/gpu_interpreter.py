@@ -88,12 +88,15 @@ class ProductCase(ProductSizes):
 
     groups: int = 4
     slots: int = 3
+    out_dtype: str = "bfloat16"
     cut: tuple[tuple[str, object], ...] = ()
 
     @functools.cached_property
     def compiled(self):
         parts = 1 if self.gate is None else 2
-        schedule = product_schedule(self.rows, self.groups, self.n // parts, parts)
+        out_dtype = jnp.dtype(self.out_dtype)
+        width = self.n // parts
+        schedule = product_schedule(self.rows, self.groups, width, parts, out_dtype.itemsize)
         cut = dict(programs=PROGRAMS, stages=min(schedule.stages, 3)) | dict(self.cut)
         schedule = dataclasses.replace(schedule, **cut)
         ranks = tuple(term.rank for term in self.terms) or (8,)
@@ -107,7 +110,14 @@ class ProductCase(ProductSizes):
             )
             terms = Terms(columns, factors) if factors else None
             return product_kernel(
-                tables, x, w, terms, schedule=schedule, **self.static, interpreted=True
+                tables,
+                x,
+                w,
+                terms,
+                schedule=schedule,
+                **self.static,
+                out_dtype=out_dtype,
+                interpreted=True,
             )
 
         return product

@@ -39,9 +39,14 @@ PRODUCTS = {
     "two parts": ProductCase(20, 128, 192, (Term(0, 128, 24), Term(128, 64, 8, shared=True))),
     "gated": ProductCase(20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8)), gate=Gate()),
     "backward": ProductCase(20, 128, 128, (Term(0, 128, 40), Term(0, 128, 8)), contract=1),
+    "float32": ProductCase(20, 128, 192, (Term(0, 192, 24),), out_dtype="float32"),
 }
 SLOW_PRODUCTS = {
     "no adapters": ProductCase(20, 136, 72),
+    "float32 without adapters": ProductCase(40, 136, 72, groups=1, out_dtype="float32"),
+    "float32 of two parts": ProductCase(
+        40, 64, 192, (Term(0, 128, 80), Term(128, 64, 8)), groups=1, out_dtype="float32"
+    ),
     "one row": ProductCase(1, 64, 64, (Term(0, 64, 8),), groups=1, slots=1),
     "gpt-oss gate": ProductCase(
         20, 64, 256, (Term(0, 128, 40), Term(128, 128, 40, shared=True)), gate=GPT_OSS
@@ -73,14 +78,18 @@ SLOW_SHRINKS = {
 
 
 def assert_close(found, expected):
-    """Within bfloat16's rounding of the result; sums are of float32."""
+    """Within the rounding of the result; sums are of float32."""
+    tolerance = 1e-5 if found.dtype == np.float32 else 2e-2
     found = np.asarray(found, np.float64)
-    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2 * np.abs(expected).max())
+    limit = tolerance * np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=limit)
 
 
 def check_product(case: ProductCase, batch, seed=0):
     arguments = case.arguments(*batch, seed)
-    assert_close(case.run(*arguments), case.expect(*arguments))
+    found = case.run(*arguments)
+    assert found.dtype == case.out_dtype
+    assert_close(found, case.expect(*arguments))
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -46,7 +46,9 @@ def shared_memory(layout) -> int:
     return sum(map(bytes_of, layout.scratch().values()))
 
 
-def product_memory(schedule, rows, groups, k, width, parts, ranks, contract=2) -> int:
+def product_memory(
+    schedule, rows, groups, k, width, parts, ranks, contract=2, out_dtype=jnp.bfloat16
+) -> int:
     """Bytes of the product kernel; `ranks` has one entry for each low-rank term."""
     gate = Gate() if parts == 2 else None
     terms = None
@@ -60,14 +62,14 @@ def product_memory(schedule, rows, groups, k, width, parts, ranks, contract=2) -
     w = array(groups, n, k) if contract == 2 else array(groups, k, n)
     x = array(rows, k)
     layout = gpu_product_layout.ProductLayout(
-        x, w, terms, starts, schedule, contract, gate, False, False
+        x, w, terms, starts, schedule, contract, gate, False, False, jnp.dtype(out_dtype)
     )
     return shared_memory(layout)
 
 
-def check_product(rows, groups, width, parts) -> gs.ProductSchedule:
-    schedule = gs.product_schedule(rows, groups, width, parts)
-    assert schedule == gs.product_schedule(rows, groups, width, parts)
+def check_product(rows, groups, width, parts, out_bytes=2) -> gs.ProductSchedule:
+    schedule = gs.product_schedule(rows, groups, width, parts, out_bytes)
+    assert schedule == gs.product_schedule(rows, groups, width, parts, out_bytes)
     check_heights(schedule.heights)
     # More variants of the whole K loop and the compiler spills registers.
     assert len(schedule.heights) <= 3
@@ -156,12 +158,14 @@ ROWS = st.one_of(st.integers(1, 300), st.integers(1, 300_000))
     parts=st.sampled_from([1, 2]),
     ranks=st.lists(st.integers(1, MAX_RANK // 8).map(lambda n: 8 * n), max_size=3),
     contract=st.sampled_from([1, 2]),
+    wide=st.booleans(),
 )
-def test_any_product(rows, groups, width, parts, ranks, contract):
+def test_any_product(rows, groups, width, parts, ranks, contract, wide):
     ranks = tuple(ranks[:2] if parts == 2 else ranks)
-    schedule = check_product(rows, groups, width, parts)
+    out_dtype = jnp.dtype(jnp.float32 if wide and parts == 1 else jnp.bfloat16)
+    schedule = check_product(rows, groups, width, parts, out_dtype.itemsize)
     contract = 2 if parts == 2 else contract
-    memory = product_memory(schedule, rows, groups, 512, width, parts, ranks, contract)
+    memory = product_memory(schedule, rows, groups, 512, width, parts, ranks, contract, out_dtype)
     assert memory <= LIMIT, schedule
 
 

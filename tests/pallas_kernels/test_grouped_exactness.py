@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_lora_matmul
-from tests.pallas_kernels.cases import Case, Part, Shape, make_case
+from tests.pallas_kernels.cases import Case, Part, Shape, jitted, make_case
 
 SIZES = (110, 90, 100)  # of the groups of the large batch
 ROWS = sum(SIZES)
@@ -77,6 +77,15 @@ def test_the_number_of_rows_does_not_matter(dtype, count, implementation):
     for seed in range(5):
         rows = random_rows(count, seed)
         assert_rows_equal(run(choose(case, rows), implementation), run(case, implementation), rows)
+
+
+def test_the_number_of_rows_does_not_matter_to_sums_that_stay_float32(implementation):
+    shape = Shape(ROWS, 3, 530, (Part(70),), rank=5, dtype="bfloat16").served_by(implementation)
+    case, product = large_case(shape), jitted(shape.widths, implementation, np.float32)
+    together = np.asarray(product(*case))
+    for count in (1, 8, 33, 100, 257):
+        rows = random_rows(count)
+        assert np.array_equal(product(*choose(case, rows)), together[rows])
 
 
 @pytest.mark.slow

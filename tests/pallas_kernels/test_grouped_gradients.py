@@ -110,6 +110,19 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to(implementation):
     assert_equal_gradients(found, expect(shape, case, dy), case, 2**-7)
 
 
+def test_gradients_of_float32_sums_are_those_of_rounded_ones(implementation):
+    """The cotangent is rounded first."""
+    shape = BF16.served_by(implementation)
+    case = make_case(shape, [25, 10], np.arange(40) % 5 - 1)
+    dy = random_dy(shape).astype(np.float32)
+    rounded = dy.astype(case.x.dtype)
+    _, *expected = jitted_with_gradients(shape.widths, implementation)(case, rounded)
+    y, *found = jitted_with_gradients(shape.widths, implementation, jnp.float32)(case, dy)
+    assert y.dtype == jnp.float32
+    for value, reference in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert value.dtype == reference.dtype and np.array_equal(value, reference)
+
+
 def test_the_base_is_frozen(implementation):
     case = make_case(BF16.served_by(implementation), [25, 10], np.arange(40) % 5 - 1)
 

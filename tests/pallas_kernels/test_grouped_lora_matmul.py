@@ -31,15 +31,15 @@ SHAPES = {
 }
 
 
-def check(shape, case, implementation):
+def check(shape, case, implementation, out_dtype=None):
     x, total = np.array(case.x), int(case.group_sizes.sum())
     x[total:] = np.nan  # rows past the last group may hold anything
-    y = np.asarray(jitted(shape.widths, implementation)(*case._replace(x=x)))
-    assert y.shape == (shape.rows, sum(shape.widths)) and y.dtype == case.x.dtype
+    y = np.asarray(jitted(shape.widths, implementation, out_dtype)(*case._replace(x=x)))
+    assert y.shape == (shape.rows, sum(shape.widths)) and y.dtype == (out_dtype or case.x.dtype)
     assert np.array_equal(y[total:], np.zeros_like(y[total:]))
     expected = reference.grouped_lora_matmul(*case, parts=shape.widths)
-    limit = shape.tolerance * (1 + np.abs(expected))
-    if implementation != "xla" and y.dtype != np.float32:
+    limit = (1e-5 if y.dtype == np.float32 else shape.tolerance) * (1 + np.abs(expected))
+    if implementation != "xla" and case.x.dtype != np.float32:
         limit += rounding_of_u(case, shape.widths)  # kernels keep u in x's dtype
     error = np.abs(y.astype(np.float64) - expected)
     assert (error <= limit).all(), f"{np.max(error / limit):.3g} x the tolerance"
@@ -101,6 +101,16 @@ def test_without_adapters_it_is_the_base_product(implementation):
     assert np.array_equal(base, jitted(shape.widths, implementation)(*case))
 
 
+@pytest.mark.parametrize("group_sizes", [[20, 0, 40, 5], [1, 0, 0, 1]], ids=str)
+def test_sums_of_bfloat16_may_stay_float32(group_sizes, implementation):
+    shape = SHAPES["bfloat16"].served_by(implementation)
+    case = make_case(shape, group_sizes, np.arange(75) % 5 - 1)
+    check(shape, case, implementation, jnp.float32)
+    # Rounded they are the product of today.
+    y, wide = (jitted(shape.widths, implementation, out)(*case) for out in (None, jnp.float32))
+    assert np.array_equal(y, wide.astype(y.dtype))
+
+
 def test_float64():
     shape = Shape(20, 2, 19, (Part(6),), rank=3)
     case = make_case(shape, [9, 7], np.arange(20) % 5 - 1)
@@ -157,6 +167,11 @@ BAD = {
     "gate and up of unequal widths": (
         dict(parts=(6, 4), lora=(None, None), gate=Gate()),
         "equal widths",
+    ),
+    "a result in another dtype": (dict(out_dtype=jnp.bfloat16), "out_dtype is None or float32"),
+    "a gate that is not rounded": (
+        dict(gate=Gate(), out_dtype=jnp.float32),
+        "out_dtype is None or float32, without a gate",
     ),
     "a of three axes": (
         dict(lora=(Lora(zeros(2, 4, 8), zeros(2, 3, 4, 10), zeros(2, 3)),)),
@@ -241,6 +256,7 @@ def test_gpus_have_kernels_for_what_hoppers_do_not_serve(monkeypatch, best):
 
 def test_a_platform_without_its_kernels_for_these_shapes_takes_plain_jax(monkeypatch):
     monkeypatch.setattr(api, "platform_implementation", lambda: "mosaic_tpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     wide = GOOD["x"].astype(np.float16), GOOD["w"].astype(np.float16)
     assert api.choose_backend(None, *wide, (None,), (10,)) is xla
     with pytest.raises(NotImplementedError, match="mosaic_tpu"):

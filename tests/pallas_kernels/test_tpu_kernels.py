@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -52,6 +53,15 @@ def check_product(case: ProductCase, batch, seed=0):
 def test_product(data):
     case = PRODUCTS["gated bf16"]
     check_product(case, data.draw(batches(case.rows, case.groups, case.slots)))
+
+
+def test_sums_of_bfloat16_may_stay_float32():
+    case = ProductCase(40, 40, 48, (Term(0, 48),), dtype="bfloat16")
+    arguments = case.arguments((17, 0, 20), np.arange(40) % 5 - 1)
+    product = jitted("product", out_dtype=np.dtype(np.float32), **case.static)
+    found = product(*arguments)
+    assert found.dtype == np.float32
+    assert_close(found, case.expect(*arguments), "float32")
 
 
 @pytest.mark.slow
@@ -247,6 +257,14 @@ class TestCheck:
         )
         with pytest.raises(NotImplementedError, match=why):
             mosaic_tpu.check(x, w, (pair, pair), (8, 8))
+
+    def test_float32_sums_take_more_memory(self):
+        """Of an x so wide that it fits in VMEM in bfloat16 alone."""
+        x = np.broadcast_to(jnp.bfloat16(0), (4096, 400_000))
+        w = np.broadcast_to(jnp.bfloat16(0), (1, 16, 400_000))
+        assert mosaic_tpu.check(x, w, (None,), (16,)) is None
+        with pytest.raises(NotImplementedError, match="VMEM"):
+            mosaic_tpu.check(x, w, (None,), (16,), np.dtype(np.float32))
 
     def test_sizes(self):
         x = np.broadcast_to(np.float32(0), (5, 65_537))

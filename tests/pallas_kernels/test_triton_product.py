@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Lora, grouped_lora_matmul, lora_matmul
-from tests.pallas_kernels.cases import make_case
+from pallas_kernels.grouped_lora_matmul import triton
+from tests.pallas_kernels.cases import jitted, make_case
 from tests.pallas_kernels.test_grouped_lora_matmul import SHAPES, check
 
 SLOTS = np.array([-1, 0, 1], np.int32)
@@ -24,6 +25,21 @@ def sizes_and_slots(shape):
     return sizes, rng.integers(-1, shape.slots, shape.rows).astype(np.int32)
 
 
+@pytest.fixture(params=[triton.LOW, triton.TALL], ids=str)
+def tile(request, monkeypatch):
+    """Every product in tiles of one size."""
+    monkeypatch.setattr(triton, "tile_of", lambda *_: request.param)
+    jitted.cache_clear()
+    yield request.param
+    jitted.cache_clear()
+
+
+def test_sums_of_bfloat16_may_stay_float32():
+    shape = SHAPES["bfloat16"]
+    check(shape, make_case(shape, *sizes_and_slots(shape)), "triton", jnp.float32)
+
+
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_the_definition(name):
     check(SHAPES[name], make_case(SHAPES[name], *sizes_and_slots(SHAPES[name])), "triton")
@@ -42,11 +58,14 @@ def dense(rows, dtype=jnp.float32, seed=0):
     return x, w, slots, lora
 
 
-def test_bits_of_a_row_are_its_own():
-    x, w, slots, lora = dense(70)
-    run = jax.jit(functools.partial(lora_matmul, implementation="triton"))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_bits_of_a_row_are_its_own(dtype):
+    """In a batch of so many rows that tiles are tall, too."""
+    x, w, slots, lora = dense(3000, dtype)
+    run = functools.partial(lora_matmul, out_dtype=jnp.float32, implementation="triton")
+    run = jax.jit(run)
     together = run(x, w, slots, (lora,))
-    for rows in (slice(0, 1), slice(5, 40), slice(37, 70)):
+    for rows in (slice(0, 1), slice(5, 40), slice(37, 70), slice(2900, 3000)):
         np.testing.assert_array_equal(run(x[rows], w, slots[rows], (lora,)), together[rows])
 
 
