@@ -1,4 +1,4 @@
-"""The command line: demo, generate, score, serve, inspect, bench."""
+"""The command line: demo, generate, score, serve, train, rl, inspect, bench."""
 
 from __future__ import annotations
 
@@ -79,6 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--api-key", help="what clients must send")
     serve.set_defaults(run=_serve)
 
+    train = commands.add_parser("train", help="train an adapter on a JSONL file")
+    _add_train_options(train)
+    train.set_defaults(run=_train)
+
+    rl = commands.add_parser("rl", help="train two adapters of the pocket model by GRPO, at once")
+    rl.add_argument("--steps", type=_positive, default=30, help="(default 30)")
+    rl.add_argument("--seed", type=_natural, default=0)
+    rl.set_defaults(run=_rl)
+
     inspect = commands.add_parser("inspect", help="what is in an adapter or checkpoint folder")
     inspect.add_argument("folder", type=Path)
     inspect.add_argument("--model", default="pocket", help="the adapter's base: " + MODEL_HELP)
@@ -126,6 +135,38 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", type=int, help="most tokens of one request")
 
 
+def _add_train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="pocket", help=MODEL_HELP)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help='JSONL; a line is {"prompt": …, "completion": …}, {"messages": […]} or {"text": …}',
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="for the adapter; is created"
+    )
+    parser.add_argument("--rank", type=_positive, default=16, help="(default 16)")
+    parser.add_argument("--alpha", type=float, default=32.0, help="(default 32)")
+    parser.add_argument(
+        "--target-modules",
+        action="append",
+        metavar="NAME",
+        help="such as o_proj or experts.up_proj; may be repeated. Default: all linear modules",
+    )
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="(default 0.001)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=_positive, help="default: as many as the epochs have")
+    length.add_argument("--epochs", type=_positive, help="(default 1)")
+    parser.add_argument(
+        "--batch-tokens", type=_positive, default=2048, help="most of a step (default 2048)"
+    )
+    parser.add_argument("--seed", type=_natural, default=0, help="of order and first values")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
+    parser.add_argument("--max-length", type=_positive, help="most tokens of one example")
+
+
 def _add_bench_serving_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
@@ -170,6 +211,12 @@ def _add_bench_serving_options(parser: argparse.ArgumentParser) -> None:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, found {text}")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, found {text}")
     return int(text)
 
 
@@ -319,6 +366,41 @@ def _serve(options: argparse.Namespace) -> None:
             adapter_root=options.adapter_root,
             api_key=options.api_key,
         )
+
+
+def _train(options: argparse.Namespace) -> None:
+    from lora_moe_jax.training import LoraConfig, SftConfig
+    from lora_moe_jax.training.sft_command import train_adapter
+
+    lora = LoraConfig(
+        rank=options.rank,
+        alpha=options.alpha,
+        target_modules=options.target_modules or "all-linear",
+        seed=options.seed,
+    )
+    config = SftConfig(
+        steps=options.steps,
+        epochs=options.epochs or 1,
+        batch_tokens=options.batch_tokens,
+        learning_rate=options.learning_rate,
+    )
+    train_adapter(
+        Console(),
+        _model_folder(options.model),
+        options.data,
+        options.out,
+        lora,
+        config,
+        dtype=options.dtype,
+        max_length=options.max_length,
+        seed=options.seed,
+    )
+
+
+def _rl(options: argparse.Namespace) -> None:
+    from lora_moe_jax.training.rl_demo import run_rl
+
+    run_rl(_wide_console(), options.steps, options.seed)
 
 
 def _adapter_folders(options: argparse.Namespace) -> dict[str, Path]:

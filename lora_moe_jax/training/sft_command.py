@@ -1,0 +1,114 @@
+"""`lora-moe-jax train`: an adapter from a JSONL file, with a loss curve beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lora_moe_jax.config.reader import read_config
+from lora_moe_jax.errors import AdapterError, RequestError
+from lora_moe_jax.serving.engine import Engine
+from lora_moe_jax.serving.options import DEFAULT_MAX_LENGTH
+from lora_moe_jax.serving.text import TextCodec
+from lora_moe_jax.training.config import LoraConfig
+from lora_moe_jax.training.curve import sparkline
+from lora_moe_jax.training.data_order import DataOrder
+from lora_moe_jax.training.sft import SftConfig, SftReport, count_steps, run_sft
+from lora_moe_jax.training.sft_data import Example, read_examples
+from lora_moe_jax.training.trainer import Trainer
+
+LOSS_FILE = "loss.json"
+NAME = "adapter"  # in this engine, which nobody else sees
+
+
+def train_adapter(
+    console: Console,
+    model: Path,
+    data: Path,
+    out: Path,
+    lora: LoraConfig,
+    config: SftConfig,
+    *,
+    dtype: str,
+    max_length: int | None,
+    seed: int,
+) -> list[SftReport]:
+    """Trains, writes adapter and `loss.json` into `out`, and prints the curve.
+
+    Raises:
+      AdapterError, CheckpointError, ConfigError, RequestError: what is wrong with the model, the
+        data or the settings.
+    """
+    if out.exists():
+        raise AdapterError(
+            "there is something already where the adapter goes",
+            file=out,
+            expected="a new folder",
+            hint="choose another --out, or remove it",
+        )
+    lora.peft()  # refuses what is out of range before anything is built, as this does with data
+    examples = _examples(model, data, max_length)
+    engine = Engine.from_pretrained(
+        model,
+        dtype=dtype,
+        max_adapters=1,
+        max_rank=lora.rank,
+        max_requests=1,
+        max_length=max_length,
+        token_buckets=(8,),  # nothing is served here
+        max_logprobs=0,
+        progress=console.is_terminal,
+    )
+    bucket = max(engine.options.max_length, config.batch_tokens)
+    trainer = Trainer(engine, token_buckets=(bucket,))
+    trainer.add_adapter(NAME, lora)
+    order = DataOrder(len(examples), seed)
+    reports = _train(console, trainer, examples, config, order)
+    trainer.save_adapter(NAME, out)
+    _write_losses(out / LOSS_FILE, reports, order)
+    losses = [report.loss for report in reports]
+    console.print(f"loss  {losses[0]:.4f}  {sparkline(losses)}  {losses[-1]:.4f}", highlight=False)
+    console.print(f"adapter and {LOSS_FILE} are in {out}", highlight=False, markup=False)
+    return reports
+
+
+def _examples(model: Path, data: Path, max_length: int | None) -> list[Example]:
+    config, codec = read_config(model), TextCodec.from_folder(model)
+    if codec is None:
+        raise RequestError(
+            "the model has no tokenizer", file=model, expected="tokenizer.json in its folder"
+        )
+    longest = min(DEFAULT_MAX_LENGTH, config.max_position) if max_length is None else max_length
+    ends = config.eos_token_ids
+    return read_examples(data, codec, ends[0] if ends else None, longest)
+
+
+def _train(
+    console: Console,
+    trainer: Trainer,
+    examples: list[Example],
+    config: SftConfig,
+    order: DataOrder,
+) -> list[SftReport]:
+    reports = []
+    run = run_sft(trainer, NAME, examples, config, order)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task("compiling", total=count_steps(examples, order, config))
+        for report in run:
+            reports.append(report)
+            bar.update(task, advance=1, description=f"loss {report.loss:.4f}")
+    return reports
+
+
+def _write_losses(file: Path, reports: list[SftReport], order: DataOrder) -> None:
+    steps = [dataclasses.asdict(report) for report in reports]
+    text = json.dumps({"steps": steps, "order": dataclasses.asdict(order)}, indent=1)
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as cause:
+        raise AdapterError("the losses cannot be written", file=file, found=str(cause)) from cause

@@ -1,0 +1,143 @@
+"""The loop of reinforcement learning: rewards rise, logprobs agree, adapters stay apart."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from lora_moe_jax import AdapterError, RequestError
+from lora_moe_jax.cli import main
+from lora_moe_jax.training import GrpoConfig, GrpoTask, LoraConfig, run_grpo
+from lora_moe_jax.training.rl_demo import run_rl
+from tests.training.helpers import arrays, same, state
+
+PROMPTS = [[5, 9, 40], [7], [100, 3, 3, 21, 80]]
+SHORT = GrpoConfig(steps=3, prompts_per_step=2, group_size=4, max_tokens=8, learning_rate=0.02)
+
+
+def even(prompt: list[int], completion: list[int]) -> float:
+    return sum(token % 2 == 0 for token in completion) / len(completion)
+
+
+def small(prompt: list[int], completion: list[int]) -> float:
+    return sum(token < 64 for token in completion) / len(completion)
+
+
+def add(trainer, name: str, seed: int = 0) -> None:
+    trainer.add_adapter(name, LoraConfig(rank=4, alpha=8, seed=seed))
+
+
+def test_rewards_rise_and_logprobs_agree(pair):
+    engine, trainer = pair()
+    targets = ["o_proj", "down_proj", "lm_head"]
+    trainer.add_adapter("a", LoraConfig(rank=4, alpha=16, target_modules=targets))
+    config = GrpoConfig(steps=15, prompts_per_step=2, max_tokens=8, learning_rate=0.05)
+    reports = list(run_grpo(trainer, {"a": GrpoTask(PROMPTS, small)}, config))
+    assert [report.step for report in reports] == list(range(1, 16))
+    assert all(report.tasks["a"].kl == 0 for report in reports)
+    assert all(report.tasks["a"].max_difference == 0 for report in reports)
+    rewards = [report.tasks["a"].reward for report in reports]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.4
+
+
+@pytest.mark.parametrize("loss", ["grpo", "importance_sampling"])
+def test_two_adapters_in_one_loop_are_as_each_alone(pair, loss):
+    engine, trainer = pair()
+    config = GrpoConfig(**vars(SHORT) | {"loss": loss})
+    tasks = {"a": GrpoTask(PROMPTS, even), "b": GrpoTask(PROMPTS[:2], small)}
+    seeds = {"a": 1, "b": 2}
+    found = []
+    for group in (["b", "a"], ["a"], ["b"]):
+        for name in group:
+            add(trainer, name, seeds[name])
+        reports = list(run_grpo(trainer, {name: tasks[name] for name in group}, config))
+        for name in group:
+            rewards = [report.tasks[name].rewards for report in reports]
+            texts = [c.token_ids for report in reports for c in report.tasks[name].completions]
+            # The slot is another one alone; what is in it is not.
+            found.append((name, rewards, texts, state(trainer, engine, name)))
+            assert all(report.tasks[name].max_difference == 0 for report in reports)
+        for name in group:
+            trainer.remove_adapter(name)
+            engine.unload_adapter(name)
+    alone = {name: values for name, *values in found[2:]}
+    for name, rewards, texts, arrays_together in found[:2]:
+        assert same(rewards, alone[name][0]) and texts == alone[name][1]
+        assert same(arrays_together, alone[name][2])
+
+
+def test_a_batch_learns_completions_only(pair, monkeypatch):
+    engine, trainer = pair()
+    add(trainer, "a")
+    seen = []
+    step = trainer.forward_backward
+    monkeypatch.setattr(
+        trainer, "forward_backward", lambda batch, *rest: seen.extend(batch) or step(batch, *rest)
+    )
+    report = next(run_grpo(trainer, {"a": GrpoTask(PROMPTS, even)}, SHORT))
+    completions = report.tasks["a"].completions
+    assert len(seen) == len(completions) == 8
+    prompts = [completion.prompt_token_ids for completion in completions]
+    assert prompts[0] == prompts[3] != prompts[4] == prompts[7]
+    for datum, completion in zip(seen, completions, strict=True):
+        before = len(completion.prompt_token_ids) - 1
+        after = len(completion.token_ids)
+        assert datum.tokens == completion.prompt_token_ids + completion.token_ids
+        assert datum.weights == [0.0] * before + [1.0] * after
+        assert datum.inputs["old_logprobs"] == [0.0] * before + completion.logprobs
+    assert len({tuple(completion.token_ids) for completion in completions}) > 1
+
+
+def test_rewards_must_be_numbers(pair):
+    engine, trainer = pair()
+    add(trainer, "a")
+    before = arrays(trainer._adapters["a"].masters)
+    for value in (float("nan"), None, "much"):
+        run = run_grpo(trainer, {"a": GrpoTask(PROMPTS, lambda *_, value=value: value)}, SHORT)
+        with pytest.raises(RequestError, match="reward") as caught:
+            next(run)
+        assert caught.value.key == "a"
+    assert same(arrays(trainer._adapters["a"].masters), before)
+
+
+def test_bad_runs_are_refused_at_once(pair):
+    engine, trainer = pair()
+    add(trainer, "a")
+    good = {"a": GrpoTask(PROMPTS, even)}
+    for key, value in (("steps", 0), ("group_size", 1), ("max_tokens", 1.5), ("seed", -1)):
+        with pytest.raises(RequestError) as caught:
+            run_grpo(trainer, good, GrpoConfig(**{key: value}))
+        assert caught.value.key == key
+    for tasks in ({}, None, {"a": even}, {"a": GrpoTask([], even)}):
+        with pytest.raises(RequestError):
+            run_grpo(trainer, tasks)
+    with pytest.raises(RequestError, match="settings"):
+        run_grpo(trainer, good, {"steps": 1})
+    with pytest.raises(AdapterError, match="in training"):
+        run_grpo(trainer, {"b": GrpoTask(PROMPTS, even)})
+
+
+def test_command(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["rl", "--help"])
+    assert end.value.code == 0 and "--steps" in capsys.readouterr().out
+    for wrong in (["--steps", "0"], ["--seed", "-1"]):
+        with pytest.raises(SystemExit) as end:
+            main(["rl", *wrong])
+        assert end.value.code == 2
+
+
+@pytest.mark.slow
+def test_demo():
+    text = io.StringIO()
+    reports = run_rl(Console(file=text, width=160), steps=30)
+    for name in ("upper", "digits"):
+        tasks = [report.tasks[name] for report in reports]
+        assert all(task.kl == task.max_difference == 0 for task in tasks)
+        rewards = [task.reward for task in tasks]
+        assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.3
+    shown = text.getvalue()
+    assert shown.count("step ") >= 60 and "first" in shown and "0, 0" in shown
