@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -71,6 +72,19 @@ class LoraConfig:
             rank_pattern=dict(self.rank_pattern),
             alpha_pattern=dict(self.alpha_pattern),
         )
+
+    def to_json(self) -> dict[str, object]:
+        """The fields as JSON has them, for `from_json`."""
+        patterns = {key: dict(getattr(self, key)) for key in ("rank_pattern", "alpha_pattern")}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | patterns | {"use_rslora": bool(self.use_rslora)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, object]) -> LoraConfig:
+        """The configuration again. Raises AdapterError for a value out of range."""
+        config = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        config.peft()
+        return config
 
 
 @dataclass(frozen=True)

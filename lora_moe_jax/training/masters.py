@@ -47,6 +47,14 @@ def initial_masters(
     return masters
 
 
+def master_shapes(shapes: Mapping[str, PairShape]) -> dict[str, Master]:
+    """What `initial_masters` gives, without the values."""
+    return {
+        name: Master(*(jax.ShapeDtypeStruct(x, np.float32) for x in (shape.a, shape.b)))
+        for name, shape in shapes.items()
+    }
+
+
 def _random(random: np.random.Generator, shape: tuple[int, int, int], init: str) -> np.ndarray:
     if init == "gaussian":
         return random.standard_normal(shape, np.float32) / np.float32(shape[1])

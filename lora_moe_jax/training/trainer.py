@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +14,7 @@ import optax
 from lora_moe_jax.adapters import Adapter, LoraPair, check_name, write_adapter
 from lora_moe_jax.adapters.pool import AdapterInfo, Entry
 from lora_moe_jax.adapters.projection import Projection
-from lora_moe_jax.errors import AdapterError, ConfigError, RequestError
+from lora_moe_jax.errors import AdapterError, ConfigError, LoraMoeError, RequestError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
 from lora_moe_jax.serving.engine import Engine
@@ -22,11 +22,19 @@ from lora_moe_jax.training.batch_run import BatchRun, InTraining
 from lora_moe_jax.training.config import LoraConfig, PairShape, pair_shapes
 from lora_moe_jax.training.datum import Datum, checked_rows
 from lora_moe_jax.training.losses import Loss, LossFunction, loss_of
-from lora_moe_jax.training.masters import Masters, initial_masters, lora_pairs
+from lora_moe_jax.training.masters import Masters, initial_masters, lora_pairs, master_shapes
 from lora_moe_jax.training.model_pass import ModelPass
 from lora_moe_jax.training.optimizer import Optimizer, StepSettings, sums
 from lora_moe_jax.training.packing import PackSizes
 from lora_moe_jax.training.reports import ForwardBackward, StepReport, TrainingInfo
+from lora_moe_jax.training.state import (
+    AdapterState,
+    SavedState,
+    extra_of,
+    trainer_arrays,
+    trainer_document,
+)
+from lora_moe_jax.training.state_folder import StateWriter
 
 Schedule = Callable[[int], float]
 
@@ -97,6 +105,7 @@ class Trainer:
         self._optimizer = Optimizer(optimizer or optax.scale_by_adam(), engine.options.dtype)
         self._adapters: dict[str, Training] = {}
         self._projections: dict[str, Projection] | None = None
+        self._writer = StateWriter()
 
     # Adapters
 
@@ -113,18 +122,10 @@ class Trainer:
             raise AdapterError(
                 "an adapter is trained from a LoraConfig", key="config", found=type(config).__name__
             )
-        if name in self._adapters or any(info.name == name for info in engine.adapters()):
-            raise AdapterError(
-                "an adapter of this name is there already",
-                key=name,
-                expected="a new name",
-                hint="remove_adapter and Engine.unload_adapter it first, or choose another name",
-            )
+        self._check_new(name)
         shapes = pair_shapes(config, engine.bank)
         masters = initial_masters(config, shapes, engine.bank.projections)
-        # Where the bank is, by name: what nobody placed counts as something else when compiling.
-        device = engine.bank.arrays[next(iter(shapes))].scaling.sharding
-        state = jax.device_put((masters, self._optimizer.init(masters)), device)
+        state = self._placed((masters, self._optimizer.init(masters)))
         training = Training(config, shapes, *state)
         self._publish(name, training)
         self._adapters[name] = training
@@ -169,6 +170,102 @@ class Trainer:
         }
         adapter = Adapter(pairs, "device", training.config.peft())
         write_adapter(folder, adapter, self._every_projection(), layout=layout)
+
+    # State
+
+    def save(
+        self,
+        folder: str | os.PathLike,
+        extra: Mapping[str, object] | None = None,
+        *,
+        keep: int = 2,
+    ) -> None:
+        """Saves all that `restore` needs to go on bit for bit; returns when it is on the host.
+
+        It is written in the background as the newest of the folder's states, in a folder of its own
+        that appears when it is complete. Call `wait` before the process ends. One trainer at a time
+        may save to a folder.
+
+        Args:
+          extra: whatever the loop around has to know, such as its place in the data and the state
+            of its random numbers: a dict that JSON gives back as it was.
+          keep: how many states remain in the folder, the newest ones.
+
+        Raises:
+          RequestError: an argument is out of range.
+          CheckpointError: the folder cannot be had; or the save before failed, which is said once,
+            and this one was not begun.
+        """
+        extra = extra_of(extra)
+        if type(keep) is not int or keep < 1:
+            raise RequestError(
+                "this cannot be kept", key="keep", expected="at least 1", found=repr(keep)[:200]
+            )
+        self._writer.wait()  # before there is a second copy on the host
+        states = {name: _state_of(training) for name, training in self._adapters.items()}
+        document = trainer_document(self._engine.config, states, extra)
+        self._writer.write(folder, document, trainer_arrays(states), keep)
+
+    def wait(self) -> None:
+        """Returns when the last `save` is on the disk.
+
+        Raises:
+          CheckpointError: it could not be written, which is said once.
+        """
+        self._writer.wait()
+
+    @classmethod
+    def restore(
+        cls,
+        engine: Engine,
+        folder: str | os.PathLike,
+        *,
+        token_buckets: Sequence[int] | None = None,
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> tuple[Trainer, dict[str, object]]:
+        """A trainer as the newest whole state of a folder has it, and the `extra` of that.
+
+        Its adapters go on bit for bit on the same base weights in the same dtype, whatever the
+        engine's slots and the token buckets are. The engine counts their versions anew.
+
+        Args:
+          folder: what `save` was given.
+          token_buckets, optimizer: as for `Trainer`. The optimizer is the one that was saved.
+
+        Raises:
+          CheckpointError: there is no whole state, or it does not fit the engine or the optimizer.
+          AdapterError: the engine has an adapter of the same name, or finds no slot.
+          ConfigError: as for `Trainer`. In every case the engine is as it was.
+        """
+        trainer = cls(engine, token_buckets=token_buckets, optimizer=optimizer)
+        saved = SavedState(folder)
+        saved.check_model(engine.config)
+        shapes, likes = {}, {}
+        for name, adapter in saved.adapters.items():
+            trainer._check_new(name)
+            shapes[name] = saved.shapes(name, engine.bank)
+            masters = master_shapes(shapes[name])
+            moments = jax.eval_shape(trainer._optimizer.init, masters)
+            like = {"masters": masters, "moments": moments, "gradients": masters}
+            likes[name] = {part: like[part] for part in adapter.arrays}
+        for name, parts in saved.arrays(likes).items():
+            config, steps = saved.adapters[name].config, saved.adapters[name].steps
+            training = Training(config, shapes[name], **trainer._placed(parts), steps=steps)
+            trainer._adapters[name] = training
+        trainer._publish_all()
+        return trainer, saved.extra
+
+    def _publish_all(self) -> None:
+        """Makes versions of all adapters, or of none."""
+        published = []
+        try:
+            for name, training in self._adapters.items():
+                self._publish(name, training)
+                published.append(name)
+        except LoraMoeError:
+            for name in published:
+                self._engine.unload_adapter(name)
+            raise
 
     # Training
 
@@ -290,6 +387,20 @@ class Trainer:
             )
         return self._adapters[name]
 
+    def _check_new(self, name: str) -> None:
+        if name in self._adapters or any(i.name == name for i in self._engine.adapters()):
+            raise AdapterError(
+                "an adapter of this name is there already",
+                key=name,
+                expected="a new name",
+                hint="remove_adapter and Engine.unload_adapter it first, or choose another name",
+            )
+
+    def _placed(self, tree: object) -> object:
+        """Arrays where the bank is, by name: unplaced ones count as something else in compiling."""
+        arrays = self._engine.bank.arrays
+        return jax.device_put(tree, next(iter(arrays.values())).scaling.sharding)
+
     def _publish(self, name: str, training: Training) -> None:
         """Makes the masters the engine's newest version."""
         self._engine.update_adapter(name, lora_pairs(training.masters, training.shapes))
@@ -348,6 +459,13 @@ class Trainer:
             model = abstract_model(self._engine.config, dtype=options.dtype, adapters=slots)
             self._projections = projections(model)
         return self._projections
+
+
+def _state_of(training: Training) -> AdapterState:
+    parts = {"masters": training.masters, "moments": training.moments}
+    if training.gradients is not None:
+        parts["gradients"] = training.gradients
+    return AdapterState(training.config, training.steps, list(training.shapes), parts)
 
 
 def _buckets(sizes: object) -> list[int]:
