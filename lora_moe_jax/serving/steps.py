@@ -245,7 +245,7 @@ class Steps:
         if with_pages:
             pages = page_specs(self.config, mesh, len(self.pages))
             others = [pages, *[replicated] * len(arguments[3:])]
-            out = (pages, *[replicated] * len(arguments[3:]))
+            out = pages, replicated, replicated
         else:
             others, out = [replicated] * len(arguments[2:]), replicated
         mapped = jax.shard_map(
