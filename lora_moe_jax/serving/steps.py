@@ -223,6 +223,7 @@ class Steps:
         jitted = jax.jit(bound, donate_argnums=job.donated, keep_unused=True)
         lowered = jitted.lower(*arguments)
         # The last first: where threads are few, the compiler itself has come to the first by then.
+        # One that cannot be compiled says so when the step is.
         for program in reversed(kernel_programs(lowered)):
             kernels.submit(lambda program=program: program.lower().compile())
         return lowered

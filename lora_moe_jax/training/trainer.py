@@ -18,6 +18,7 @@ from lora_moe_jax.errors import AdapterError, ConfigError, LoraMoeError, Request
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
 from lora_moe_jax.serving.engine import Engine
+from lora_moe_jax.training.arguments import buckets_of, checked_number
 from lora_moe_jax.training.batch_run import BatchRun, InTraining
 from lora_moe_jax.training.config import LoraConfig, PairShape, pair_shapes
 from lora_moe_jax.training.datum import Datum, checked_rows
@@ -97,7 +98,7 @@ class Trainer:
                 found=arrays.mesh if arrays.mesh is not None else 0,
             )
         length = engine.options.max_length
-        buckets = _buckets((length, 4 * length) if token_buckets is None else token_buckets)
+        buckets = buckets_of((length, 4 * length) if token_buckets is None else token_buckets)
         page, slots = engine.options.page_size, engine.options.max_adapters
         self._engine = engine
         self._sizes = [PackSizes(-(-size // page) * page, page, slots) for size in buckets]
@@ -337,9 +338,9 @@ class Trainer:
             )
         names = list(dict.fromkeys(names))
         clip = float("inf") if clip_norm is None else clip_norm
-        _check_number("weight_decay", weight_decay, 0.0)
+        checked_number("weight_decay", weight_decay, 0.0)
         if clip_norm is not None:
-            _check_number("clip_norm", clip_norm, 0.0)
+            checked_number("clip_norm", clip_norm, 0.0)
         rates = {}
         for name in names:
             training = self._training(name)
@@ -351,7 +352,7 @@ class Trainer:
                     expected="a forward_backward since the last step",
                 )
             rate = learning_rate(training.steps) if callable(learning_rate) else learning_rate
-            rates[name] = _check_number("learning_rate", rate)
+            rates[name] = checked_number("learning_rate", rate)
         settings = {name: StepSettings(rate, weight_decay, clip) for name, rate in rates.items()}
         return {name: self._step(name, settings[name]) for name in names}
 
@@ -466,35 +467,6 @@ def _state_of(training: Training) -> AdapterState:
     if training.gradients is not None:
         parts["gradients"] = training.gradients
     return AdapterState(training.config, training.steps, list(training.shapes), parts)
-
-
-def _buckets(sizes: object) -> list[int]:
-    good = isinstance(sizes, Sequence) and sizes and all(type(s) is int and s > 1 for s in sizes)
-    if not good:
-        raise ConfigError(
-            "a trainer option is out of range",
-            key="token_buckets",
-            expected="a list of numbers of tokens",
-            found=repr(sizes)[:200],
-        )
-    return sorted(set(sizes))
-
-
-def _check_number(key: str, value: object, least: float | None = None) -> float:
-    number = isinstance(value, int | float | np.floating | np.integer | jax.Array)
-    if (
-        not number
-        or np.ndim(value)
-        or not np.isfinite(value)
-        or (least is not None and value < least)
-    ):
-        raise RequestError(
-            "a setting of the step is out of range",
-            key=key,
-            expected="a finite number" + ("" if least is None else f" of at least {least}"),
-            found=repr(value)[:200],
-        )
-    return float(value)
 
 
 def _nbytes(arrays: object) -> int:

@@ -113,13 +113,12 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "outer of scalings", *outer(array(rows, rank), 1, jnp.float32)
 
 
-def main(name: str, tokens: str, rank: str, only: str = ""):
+def h200():
+    """An H200 to compile for: a mesh of it, the place on it, and what puts shapes there."""
     import jax
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from pallas_kernels.shapes import EXPERT_SHAPES
 
     topology = topologies.get_topology_desc(
         platform="cuda",
@@ -132,6 +131,16 @@ def main(name: str, tokens: str, rank: str, only: str = ""):
 
     def placed(array):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here)
+
+    return mesh, here, placed
+
+
+def main(name: str, tokens: str, rank: str, only: str = ""):
+    import jax
+
+    from pallas_kernels.shapes import EXPERT_SHAPES
+
+    mesh, here, placed = h200()
 
     for call, function, arguments in calls(EXPERT_SHAPES[name], int(tokens), int(rank)):
         if only and call not in only.split(","):

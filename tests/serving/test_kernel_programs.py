@@ -16,7 +16,7 @@ import pytest
 from lora_moe_jax.bench.lowering import default_target
 from lora_moe_jax.serving.kernel_programs import kernel_programs
 from pallas_kernels import lora_matmul
-from tests.pallas_kernels.gpu_compile import SETTINGS
+from tests.pallas_kernels.gpu_compile import SETTINGS, h200
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need jax >= 0.11", allow_module_level=True)
@@ -80,24 +80,7 @@ def test_the_compiler_finds_them():
 
 def main():
     """Compiles the kernels for an H200, then the program that has them."""
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from tests.pallas_kernels.gpu_compile import TARGET
-
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="1x1x1",
-        topology="1x1x1",
-        target_config=TARGET.read_text(),
-    )
-    mesh = Mesh(np.array(topology.devices), ("gpu",))
-    here = NamedSharding(mesh, PartitionSpec())
-
-    def placed(array):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here)
-
+    mesh, here, placed = h200()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(products, out_shardings=here).trace(*shapes(placed)).lower()
         for program in kernel_programs(lowered):

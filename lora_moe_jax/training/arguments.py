@@ -1,0 +1,41 @@
+"""Checks of what a trainer is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from lora_moe_jax.errors import ConfigError, RequestError
+
+
+def buckets_of(sizes: object) -> list[int]:
+    """The sizes of flat batches, ascending; raises ConfigError."""
+    good = isinstance(sizes, Sequence) and sizes and all(type(s) is int and s > 1 for s in sizes)
+    if not good:
+        raise ConfigError(
+            "a trainer option is out of range",
+            key="token_buckets",
+            expected="a list of numbers of tokens",
+            found=repr(sizes)[:200],
+        )
+    return sorted(set(sizes))
+
+
+def checked_number(key: str, value: object, least: float | None = None) -> float:
+    """A finite number, at least so large; raises RequestError."""
+    number = isinstance(value, int | float | np.floating | np.integer | jax.Array)
+    if (
+        not number
+        or np.ndim(value)
+        or not np.isfinite(value)
+        or (least is not None and value < least)
+    ):
+        raise RequestError(
+            "a setting of the step is out of range",
+            key=key,
+            expected="a finite number" + ("" if least is None else f" of at least {least}"),
+            found=repr(value)[:200],
+        )
+    return float(value)
