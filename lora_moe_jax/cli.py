@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lora_moe_jax.bench.kernels import SECTIONS, run_bench, show
+from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.config.named import NAMED_CONFIGS, named_config
 from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.errors import ConfigError, LoraMoeError, RequestError
@@ -115,6 +116,12 @@ def _parser() -> argparse.ArgumentParser:
     serving = benches.add_parser("serving", help="prefill and decode of a whole model")
     _add_bench_serving_options(serving)
     serving.set_defaults(run=_bench_serving)
+    training = benches.add_parser("training", help="training adapters of a whole model")
+    _add_bench_training_options(training)
+    training.set_defaults(run=_bench_training)
+    mismatch = benches.add_parser("mismatch", help="logprobs of the sampler and of the trainer")
+    _add_bench_mismatch_options(mismatch)
+    mismatch.set_defaults(run=_bench_mismatch)
     shown = benches.add_parser("show", help="the tables of a file that --json wrote")
     shown.add_argument("file", type=Path)
     shown.set_defaults(run=_bench_show)
@@ -167,13 +174,17 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", type=_positive, help="most tokens of one example")
 
 
-def _add_bench_serving_options(parser: argparse.ArgumentParser) -> None:
+def _add_bench_model_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="qwen3-30b-a3b",
         help=f"{', '.join(NAMED_CONFIGS)}, or a folder or file with a configuration; weights are "
         "random (default qwen3-30b-a3b)",
     )
+
+
+def _add_bench_serving_options(parser: argparse.ArgumentParser) -> None:
+    _add_bench_model_option(parser)
     parser.add_argument(
         "--decode",
         type=_positive,
@@ -208,6 +219,39 @@ def _add_bench_serving_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
 
 
+def _add_bench_training_options(parser: argparse.ArgumentParser) -> None:
+    _add_bench_model_option(parser)
+    parser.add_argument("--layers", type=_positive, help="the model's first ones alone")
+    parser.add_argument(
+        "--adapters",
+        type=_positive,
+        action="append",
+        help="adapters in a batch; may be repeated (default 1, and 1 on attention alone)",
+    )
+    parser.add_argument(
+        "--sequences", type=_positive, help="of a batch (default 1, at least one an adapter)"
+    )
+    parser.add_argument("--length", type=_positive, default=4096, help="of each (default 4096)")
+    parser.add_argument("--rank", type=_positive, default=16)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+
+
+def _add_bench_mismatch_options(parser: argparse.ArgumentParser) -> None:
+    _add_bench_model_option(parser)
+    parser.add_argument("--layers", type=_positive, help="the model's first ones alone")
+    parser.add_argument(
+        "--tokens", type=_positive, default=100_000, help="to sample (default 100000)"
+    )
+    parser.add_argument("--requests", type=_positive, default=64, help="at a time (default 64)")
+    parser.add_argument("--prompt", type=_positive, default=512, help="the longest (default 512)")
+    parser.add_argument("--output", type=_positive, default=256, help="of each (default 256)")
+    parser.add_argument("--adapters", type=_positive, default=2, help="in turns (default 2)")
+    parser.add_argument("--rank", type=_positive, default=16)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, found {text}")
@@ -223,11 +267,10 @@ def _natural(text: str) -> int:
 def _bench_serving(options: argparse.Namespace) -> None:
     from lora_moe_jax.bench.serving import run_serving, standard_loads
 
-    named = options.model in NAMED_CONFIGS
     run_serving(
         _wide_console(),
         options.model,
-        named_config(options.model) if named else read_config(options.model),
+        _bench_config(options.model),
         standard_loads(
             options.decode or (1, 32, 64),
             options.context,
@@ -241,6 +284,40 @@ def _bench_serving(options: argparse.Namespace) -> None:
         decode_steps=options.decode_steps,
         json_file=options.json,
     )
+
+
+def _bench_training(options: argparse.Namespace) -> None:
+    from lora_moe_jax.bench.trainer import run_training, standard_loads
+
+    run_training(
+        _wide_console(),
+        options.model,
+        _bench_config(options.model, options.layers),
+        standard_loads(options.adapters, options.sequences, options.length),
+        rank=options.rank,
+        dtype=options.dtype,
+        json_file=options.json,
+    )
+
+
+def _bench_mismatch(options: argparse.Namespace) -> None:
+    from lora_moe_jax.bench.mismatch import Load, run_mismatch
+
+    sizes = options.tokens, options.requests, options.prompt, options.output, options.adapters
+    run_mismatch(
+        _wide_console(),
+        options.model,
+        _bench_config(options.model, options.layers),
+        Load(*sizes),
+        rank=options.rank,
+        dtype=options.dtype,
+        json_file=options.json,
+    )
+
+
+def _bench_config(model: str, layers: int | None = None) -> ModelConfig:
+    config = named_config(model) if model in NAMED_CONFIGS else read_config(model)
+    return config if layers is None else config.first_layers(layers)
 
 
 def _add_adapter_option(parser: argparse.ArgumentParser) -> None:

@@ -17,12 +17,15 @@ from pallas_kernels.paged_attention.api import (
 )
 from pallas_kernels.routing_plan.api import RoutingPlan, combine, routing_plan
 from pallas_kernels.row_reduce.api import log_sum_exp, rms_norm, row_sum
+from pallas_kernels.top_experts.api import top_experts
+from pallas_kernels.top_experts.xla import Scoring
 
 __all__ = [
     "Gate",
     "Lora",
     "PageView",
     "RoutingPlan",
+    "Scoring",
     "combine",
     "grouped_lora_matmul",
     "log_sum_exp",
@@ -35,5 +38,6 @@ __all__ = [
     "rotate_and_cache",
     "routing_plan",
     "row_sum",
+    "top_experts",
     "write_pages",
 ]

@@ -57,14 +57,14 @@ class SlotWriter:
 
     def check_finite(self, params: DeviceParams) -> None:
         """Raises AdapterError for a NaN or an infinity. Waits until the values are there."""
-        for name, finite in jax.device_get(self._finite(params.values)).items():
-            if not finite:
-                raise AdapterError(
-                    "the parameters are not finite",
-                    key=name,
-                    expected="finite values",
-                    found="NaN or infinity",
-                )
+        finite = np.asarray(self._finite(params.values))  # in one copy
+        if not finite.all():
+            raise AdapterError(
+                "the parameters are not finite",
+                key=sorted(params.values)[int(finite.argmin())],
+                expected="finite values",
+                found="NaN or infinity",
+            )
         # Compiled with the first parameters, so that no eviction compiles later.
         self._readers = self._readers or self._compile(_compiled_reader)
 
@@ -168,8 +168,10 @@ def _read_slot(lora, slot: jax.Array):
 
 
 def _finite(params):
-    """For each projection whether all its values are."""
-    return {
-        name: jnp.stack([jnp.isfinite(array).all() for array in values]).all()
-        for name, values in params.items()
-    }
+    """bool [projections] in order of their names: whether all values are."""
+    return jnp.stack(
+        [
+            jnp.stack([jnp.isfinite(array).all() for array in params[name]]).all()
+            for name in sorted(params)
+        ]
+    )

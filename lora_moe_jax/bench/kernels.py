@@ -14,9 +14,11 @@ from lora_moe_jax.bench import (
     layer,
     lora,
     lowering,
+    mismatch_row,
     products,
     serving_row,
     slots,
+    trainer_row,
     training,
 )
 from lora_moe_jax.bench.kernel_cases import named
@@ -33,7 +35,7 @@ SECTIONS = {
     "attention": attention,
     "lowering": lowering,
 }
-TABLES = SECTIONS | {"serving": serving_row}
+TABLES = SECTIONS | {"serving": serving_row, "trainer": trainer_row, "mismatch": mismatch_row}
 CPU_SECTIONS = ("slots",)
 GPU_SECTIONS = ("products", "lora", "training", "layer", "attention", "lowering")
 

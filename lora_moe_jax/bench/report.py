@@ -19,9 +19,11 @@ from lora_moe_jax.bench import (
     layer,
     lora,
     lowering,
+    mismatch_row,
     products,
     serving_row,
     slots,
+    trainer_row,
     training,
 )
 from lora_moe_jax.bench.roofline import BYTES_PER_SECOND, FLOPS_PER_SECOND
@@ -39,6 +41,8 @@ ROWS: dict[str, type] = {
     "attention": attention.AttentionRow,
     "lowering": lowering.LoweringRow,
     "serving": serving_row.ServingRow,
+    "trainer": trainer_row.TrainerRow,
+    "mismatch": mismatch_row.MismatchRow,
 }
 
 

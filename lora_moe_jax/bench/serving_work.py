@@ -89,6 +89,19 @@ class ModelSizes:
         flops = 2 * (rows * (self.dense + active + adapted) + self.attention * seen)
         return Work(flops, ITEM * moved)
 
+    def training_flops(self, sequences: int, length: int) -> float:
+        """Useful FLOPs of a pass forward and back over whole sequences, all with an adapter.
+
+        Base weights are multiplied once forward and once back, adapters' factors twice back, and so
+        are attention's pairs. What an implementation computes again does not count.
+        """
+        moe, tokens = self.config.moe, sequences * length
+        part = moe.top_k / moe.num_experts if moe else 0
+        base = self.dense + self.experts * part
+        factors = self.dense_slot + self.expert_slot * part
+        seen = sequences * length * (length + 1) / 2
+        return 2 * (tokens * (2 * base + 3 * factors) + 3 * self.attention * seen)
+
 
 def _share_of_experts(moe, rows: float) -> float:
     """The part of the experts that so many tokens are expected to choose."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -100,6 +100,12 @@ class ModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer's MLP is routed."""
         return self.moe is not None and self.moe.sparse_layers[layer]
+
+    def first_layers(self, count: int) -> ModelConfig:
+        """The model without its later layers, for benchmarks."""
+        count = min(count, self.num_layers)
+        moe = self.moe and replace(self.moe, sparse_layers=self.moe.sparse_layers[:count])
+        return replace(self, num_layers=count, moe=moe)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> ModelConfig:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from lora_moe_jax.config.model import MoeConfig
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.linear import Linear
-from pallas_kernels import row_sum
+from pallas_kernels import Scoring, top_experts
+from pallas_kernels.top_experts.xla import score, weights_of
 
 
 class Router(nnx.Module):
@@ -33,26 +34,25 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], token_slots: Int[Array, " tokens"]
     ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
-        config = self.config
+        config, bias = self.config, self.correction_bias
         # Products of bfloat16 are exact in float32, where they are summed: x stays as it is.
         logits = self.proj(x, token_slots, jnp.float32 if config.router_float32 else None)
-        scores = score(logits.astype(jnp.float32), config)
-        choice = scores if self.correction_bias is None else scores + self.correction_bias[...]
-        _, experts = lax.top_k(keep_best_groups(choice, config), config.top_k)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if config.norm_topk_prob:
-            epsilon = 1e-20 if config.scoring == "sigmoid" else 0.0
-            weights = weights / (row_sum(weights) + epsilon)
-        return experts, (weights * config.routed_scaling_factor).astype(logits.dtype)
+        choose = top_experts if config.group_score == "none" else self._of_best_groups
+        experts, weights = choose(
+            logits.astype(jnp.float32),
+            None if bias is None else bias[...],
+            config.top_k,
+            Scoring(
+                config.scoring == "sigmoid", config.norm_topk_prob, config.routed_scaling_factor
+            ),
+        )
+        return experts, weights.astype(logits.dtype)
 
-
-def score(logits: Float[Array, "tokens experts"], config: MoeConfig) -> jax.Array:
-    """Each expert's score."""
-    if config.scoring == "sigmoid":
-        return jax.nn.sigmoid(logits)
-    # The maximum cancels out, in the gradient too.
-    exponentials = jnp.exp(logits - lax.stop_gradient(logits.max(-1, keepdims=True)))
-    return exponentials / row_sum(exponentials)
+    def _of_best_groups(self, logits, bias, top_k: int, scoring: Scoring):
+        scores = score(logits, scoring)
+        choice = scores if bias is None else scores + bias
+        _, experts = lax.top_k(keep_best_groups(choice, self.config), top_k)
+        return experts, weights_of(scores, experts, scoring)
 
 
 def keep_best_groups(choice: Float[Array, "tokens experts"], config: MoeConfig) -> jax.Array:

@@ -12,7 +12,7 @@ from lora_moe_jax.training.datum import Row
 from lora_moe_jax.training.loss_value import value_and_gradient
 from lora_moe_jax.training.losses import Loss
 from lora_moe_jax.training.masters import Masters
-from lora_moe_jax.training.model_pass import Inputs, ModelPass
+from lora_moe_jax.training.model_pass import KeptOfPieces, ModelPass
 from lora_moe_jax.training.optimizer import of_adapter, sums
 from lora_moe_jax.training.packing import (
     Pack,
@@ -59,28 +59,28 @@ class BatchRun:
             self._run_group(group)
 
     def _run_group(self, group: list[Pack]) -> None:
-        """Packs whose loss is one. The inputs of layers are kept only if there is one pack."""
+        """Packs whose loss is one. What layers kept is used only if there is one pack."""
         for pack in group:
             sizes, batch = self._arrays(pack)
-            inputs = self._forward(pack, sizes, batch)
+            kept = self._forward(pack, sizes, batch)
         gradients = self._evaluate(group)
         for pack in group:
             if len(group) > 1:
                 sizes, batch = self._arrays(pack)
-                inputs = self._forward(pack, sizes, batch)
-            self._backward(pack, sizes, batch, inputs, gradients)
+                kept = self._forward(pack, sizes, batch)
+            self._backward(pack, sizes, batch, kept, gradients)
 
     def _arrays(self, pack: Pack) -> tuple[PackSizes, PackedBatch]:
         sizes = smallest(pack, self.sizes)
         slots = {name: self.adapters[name].slot for name in pack.pieces}
         return sizes, jax.device_put(packed(pack, sizes, slots))
 
-    def _forward(self, pack: Pack, sizes: PackSizes, batch: PackedBatch) -> Inputs:
-        flat, inputs = self.model.forward(sizes, batch)
+    def _forward(self, pack: Pack, sizes: PackSizes, batch: PackedBatch) -> KeptOfPieces:
+        flat, kept = self.model.forward(sizes, batch)
         flat = np.asarray(flat)
         for row, place in zip(pack.rows, places(pack), strict=True):
             self.logprobs[row.place] = flat[place]
-        return inputs
+        return kept
 
     def _evaluate(self, group: list[Pack]) -> dict[int, np.ndarray]:
         """Adds the group's losses; gives their gradients by each row's logprobs."""
@@ -98,13 +98,13 @@ class BatchRun:
         pack: Pack,
         sizes: PackSizes,
         batch: PackedBatch,
-        inputs: Inputs,
+        kept: KeptOfPieces,
         gradients: Mapping[int, np.ndarray],
     ) -> None:
         flat = np.zeros(sizes.tokens, np.float32)
         for row, place in zip(pack.rows, places(pack), strict=True):
             flat[place] = gradients[row.place]
-        for of_slots in self.model.backward(sizes, batch, inputs, flat):
+        for of_slots in self.model.backward(sizes, batch, kept, flat):
             for name in pack.pieces:
                 self._add(name, of_slots)
 

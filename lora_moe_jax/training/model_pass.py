@@ -1,21 +1,23 @@
 """The model's pass over a packed batch, forward and back.
 
 Forward is what the engine runs, module by module, on the engine's own arrays: its logprobs have the
-same bits. It keeps each piece's input and nothing else; the pass back computes a piece again from
-its input. So one layer's intermediate results are there at a time, and a few tokens' logits.
+same bits. It keeps each piece's input, and of layers what products and attention made; the pass
+back computes the rest again. So the rest is there for one layer at a time, and logits for a few
+tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import jax
 
 from lora_moe_jax.serving.model_arrays import ModelArrays
+from lora_moe_jax.training.compiled import Program, compiled
 from lora_moe_jax.training.packing import PackedBatch, PackSizes
-from lora_moe_jax.training.pieces import SlotGradients, pieces
+from lora_moe_jax.training.pieces import Kept, SlotGradients, pieces
 
-Inputs = list[jax.Array | None]  # of every piece; the embedding's are the tokens
+KeptOfPieces = list[Kept]
 
 
 class ModelPass:
@@ -24,20 +26,25 @@ class ModelPass:
     def __init__(self, arrays: ModelArrays):
         self._bank = arrays.bank
         self._pieces = pieces(arrays.merge(arrays.base, arrays.bank_leaves()))
+        self._programs: dict[PackSizes, dict[Hashable, Program]] = {}
 
-    def forward(self, sizes: PackSizes, batch: PackedBatch) -> tuple[jax.Array, Inputs]:
+    def forward(self, sizes: PackSizes, batch: PackedBatch) -> tuple[jax.Array, KeptOfPieces]:
         """float32 logprobs [T] of each token's target, 0 where none is predicted."""
-        x, inputs = None, []
+        if sizes not in self._programs:
+            self._programs[sizes] = compiled(self._pieces, self._bank, sizes, batch)
+        x, kept = None, []
         for piece in self._pieces:
-            inputs.append(x)
-            x = piece.forward(self._bank, x, batch, sizes)
-        return x, inputs
+            program = self._programs[sizes][piece.key]
+            x, its = program.forward(piece.arrays(self._bank), x, batch)
+            kept.append(its)
+        return x, kept
 
     def backward(
-        self, sizes: PackSizes, batch: PackedBatch, inputs: Inputs, dlogprobs: jax.Array
+        self, sizes: PackSizes, batch: PackedBatch, kept: KeptOfPieces, dlogprobs: jax.Array
     ) -> Iterator[SlotGradients]:
-        """The gradients of every slot's factors, piece by piece; takes the inputs away."""
+        """The gradients of every slot's factors, piece by piece; takes away what was kept."""
         dx = dlogprobs
         for piece in reversed(self._pieces):
-            gradients, dx = piece.backward(self._bank, inputs.pop(), batch, sizes, dx)
-            yield gradients
+            program = self._programs[sizes][piece.key]
+            gradients, dx = program.backward(piece.arrays(self._bank), kept.pop(), batch, dx)
+            yield piece.slot_gradients(gradients)

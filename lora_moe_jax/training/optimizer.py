@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from lora_moe_jax.training.masters import Master, Masters
@@ -76,13 +77,19 @@ def _step(scaling, bank_dtype, masters: Masters, state, gradients: Masters, sett
     return Stepped(*kept, good, norm)
 
 
-@jax.jit
-def of_adapter(like: Masters, gradients: SlotGradients, slot: jax.Array) -> Masters:
+def of_adapter(like: Masters, gradients: SlotGradients, slot: np.int32) -> Masters:
     """The gradients of one slot in float32, in the shapes of the adapter's own factors."""
-    found = {}
-    for name, factors in gradients.items():
+    found = _of_slot(list(like.values()), [gradients[name] for name in like], slot)
+    return dict(zip(like, found, strict=True))
+
+
+@jax.jit
+def _of_slot(like: list[Master], gradients: list[dict[str, jax.Array]], slot) -> list[Master]:
+    """Without names: layers that are alike share a compiled function."""
+    found = []
+    for master, factors in zip(like, gradients, strict=True):
         own = {key: x[slot].astype(jnp.float32) for key, x in factors.items()}
-        found[name] = _as_master(own, like[name])
+        found.append(_as_master(own, master))
     return found
 
 
@@ -96,7 +103,12 @@ def _as_master(factors: Mapping[str, jax.Array], master: Master) -> Master:
     return Master(own["a"], by_head.swapaxes(0, 1).reshape(master.b.shape))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def sums(total: Masters, gradients: Masters) -> Masters:
-    """Gradients so far plus more of them."""
+    """Gradients so far plus more of them; the former are donated."""
+    found = _sums([*total.values()], [gradients[name] for name in total])
+    return dict(zip(total, found, strict=True))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _sums(total: list[Master], gradients: list[Master]) -> list[Master]:
     return jax.tree.map(jnp.add, total, gradients)

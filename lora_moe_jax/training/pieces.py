@@ -1,7 +1,7 @@
 """A model in pieces, the embedding, each layer, and the head, each with its gradient.
 
-Each piece is a compiled function of its own, one for all layers that are alike: so a model compiles
-as fast as its kinds of layers, and a layer's gradients are done with before the next one's begin.
+Each piece is a function of its own, one for all layers that are alike: so a model compiles as fast
+as its kinds of layers, and a layer's gradients are done with before the next one's begin.
 """
 
 from __future__ import annotations
@@ -22,17 +22,34 @@ from lora_moe_jax.layers.logprobs import token_logprobs
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.training.packing import PackedBatch, PackSizes
 from pallas_kernels import PageView
+from pallas_kernels.kept import KEPT
 
 SlotGradients = dict[str, dict[str, jax.Array]]  # by projection and factor, as the bank's arrays
-Rebuild = Callable[[list[jax.Array]], nnx.Module]  # a module with other factors
+Kept = list[jax.Array | None]  # what the pass back takes from the pass forward
+
+
+class Arrays(NamedTuple):
+    """What a piece's module is made of.
+
+    Attributes:
+      factors: of the adapters' slots, those whose gradients are wanted.
+      others: their scalings, and slots of other pieces.
+    """
+
+    factors: list[jax.Array]
+    others: list[jax.Array]
+    base: list[jax.Array]
+
+
+Rebuild = Callable[[Arrays], nnx.Module]
 
 
 class Role(NamedTuple):
     """What a piece computes.
 
     Attributes:
-      forward: (module, x, batch, sizes) -> y.
-      backward: (rebuild, factors, x, batch, sizes, dy) -> gradients of the factors, dx.
+      forward: (rebuild, arrays, x, batch, sizes) -> y, kept.
+      backward: (rebuild, arrays, kept, batch, sizes, dy) -> gradients of the factors, dx.
     """
 
     forward: Callable
@@ -63,45 +80,40 @@ class Piece:
         self._base, _ = jax.tree.flatten(states[2])
         trees = [jax.tree.structure(state) for state in states]
         paths = [tuple(path for path, _ in nnx.to_flat_state(state)) for state in states]
-        self.key = kind, *paths
-        self._functions = _compiled_role(role, graph, trees)
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(states))
+        self.key = kind, *paths, shapes
+        self.functions = _jitted_role(role, graph, trees)
 
     def alike(self, other: Piece) -> None:
         """Shares the functions of a piece with the same key."""
-        self._functions = other._functions
+        self.functions = other.functions
 
-    def forward(self, bank: Bank, x, batch: PackedBatch, sizes: PackSizes) -> jax.Array:
-        """The piece's output."""
-        return self._functions[0](*self._values(bank), x, batch, sizes)
-
-    def backward(
-        self, bank: Bank, x, batch: PackedBatch, sizes: PackSizes, dy: jax.Array
-    ) -> tuple[SlotGradients, jax.Array]:
-        """The gradients of every slot's factors, and of x."""
-        values, dx = self._functions[1](*self._values(bank), x, batch, sizes, dy)
-        gradients: SlotGradients = {}
-        for (projection, factor), value in zip(self.factors, values, strict=True):
-            gradients.setdefault(projection, {})[factor] = value
-        return gradients, dx
-
-    def _values(self, bank: Bank) -> tuple[list[jax.Array], ...]:
+    def arrays(self, bank: Bank) -> Arrays:
+        """What the functions take, as it is now."""
         factors, others = (
             [getattr(bank.arrays[projection], field) for projection, field in names]
             for names in (self.factors, self._others)
         )
-        return factors, others, self._base
+        return Arrays(factors, others, self._base)
+
+    def slot_gradients(self, values: list[jax.Array]) -> SlotGradients:
+        """The gradients of the factors, by name."""
+        gradients: SlotGradients = {}
+        for (projection, factor), value in zip(self.factors, values, strict=True):
+            gradients.setdefault(projection, {})[factor] = value
+        return gradients
 
 
 def pieces(model: Decoder) -> list[Piece]:
     """The model's pieces in the order of the forward pass; only its base arrays are kept."""
     config = model.config
-    found = [Piece("embedding", model.embed_tokens, Role(_embed, _pull_back(_embed)))]
+    found = [Piece("embedding", model.embed_tokens, _role(_embed))]
     for i, layer in enumerate(model.layers):
         shapes = layer.self_attn.cache_shapes(config)
-        run = functools.partial(_layer, shapes)
-        found.append(Piece(config.is_sparse(i), layer, Role(run, _pull_back(run))))
+        role = _role(functools.partial(_layer, shapes))
+        found.append(Piece(config.is_sparse(i), layer, role))
     ending = Ending(model.norm, model.lm_head, model.embed_tokens)
-    found.append(Piece("ending", ending, Role(_logprobs, _ending_gradients), "embed_tokens"))
+    found.append(Piece("ending", ending, Role(_ending, _ending_gradients), "embed_tokens"))
     first: dict[Hashable, Piece] = {}
     for piece in found:
         piece.alike(first.setdefault(piece.key, piece))
@@ -115,28 +127,45 @@ class Ending(nnx.Module):
         self.norm, self.lm_head, self.embed_tokens = norm, lm_head, embed_tokens
 
 
-def _compiled_role(role: Role, graph, trees) -> tuple[Callable, Callable]:
-    def rebuild(factors, others, base) -> nnx.Module:
-        states = zip(trees, (factors, others, base), strict=True)
+def _jitted_role(role: Role, graph, trees) -> Role:
+    """The role with arrays in place of the module."""
+
+    def rebuild(arrays: Arrays) -> nnx.Module:
+        states = zip(trees, arrays, strict=True)
         return nnx.merge(graph, *(jax.tree.unflatten(*state) for state in states))
 
-    def forward(factors, others, base, x, batch, sizes):
-        return role.forward(rebuild(factors, others, base), x, batch, sizes)
+    def forward(arrays, x, batch, sizes):
+        return role.forward(rebuild, arrays, x, batch, sizes)
 
-    def backward(factors, others, base, x, batch, sizes, dy):
-        def with_factors(factors):
-            return rebuild(factors, others, base)
+    def backward(arrays, kept, batch, sizes, dy):
+        return role.backward(rebuild, arrays, kept, batch, sizes, dy)
 
-        return role.backward(with_factors, factors, x, batch, sizes, dy)
-
-    return jax.jit(forward, static_argnums=5), jax.jit(backward, static_argnums=5)
+    return Role(jax.jit(forward, static_argnums=3), jax.jit(backward, static_argnums=3))
 
 
-def _pull_back(run: Callable) -> Callable:
-    def backward(rebuild: Rebuild, factors, x, batch, sizes, dy):
-        return jax.vjp(lambda factors, x: run(rebuild(factors), x, batch, sizes), factors, x)[1](dy)
+def _role(run: Callable) -> Role:
+    """Of a function (module, x, batch, sizes) -> y that keeps its input and what is `KEPT`."""
 
-    return backward
+    def pull_back(rebuild: Rebuild, arrays: Arrays, x, batch: PackedBatch, sizes: PackSizes):
+        def once_more(arrays, x, batch):
+            return run(rebuild(arrays), x, batch, sizes)
+
+        again = jax.checkpoint(once_more, policy=KEPT, prevent_cse=False)
+        return jax.vjp(again, arrays, x, batch)
+
+    def forward(rebuild, arrays, x, batch, sizes):
+        y, pullback = pull_back(rebuild, arrays, x, batch, sizes)
+        return y, [x, *pullback.opaque_residuals]
+
+    def backward(rebuild, arrays, kept, batch, sizes, dy):
+        x, *kept = kept
+        # This forward pass is dead code: all that is taken of it is how to pull back.
+        _, pullback = pull_back(rebuild, arrays, x, batch, sizes)
+        pullback.opaque_residuals = kept
+        of_arrays, dx, _ = pullback(dy)
+        return of_arrays.factors, dx
+
+    return Role(forward, backward)
 
 
 def _embed(embedding: nnx.Module, x: None, batch: PackedBatch, sizes: PackSizes):
@@ -148,6 +177,10 @@ def _layer(shapes, layer: nnx.Module, x, batch: PackedBatch, sizes: PackSizes):
     pages = (jnp.zeros((sizes.pages, sizes.page_size, *shape), x.dtype) for shape in shapes)
     view = PageView(batch.request, batch.positions, batch.page_tables)
     return layer(x, batch.slots, LayerCache(*pages, view))[0]
+
+
+def _ending(rebuild: Rebuild, arrays: Arrays, x, batch: PackedBatch, sizes: PackSizes):
+    return _logprobs(rebuild(arrays), x, batch, sizes), [x]
 
 
 def _logprobs(ending: Ending, x, batch: PackedBatch, sizes: PackSizes):
@@ -163,9 +196,11 @@ def _logprobs(ending: Ending, x, batch: PackedBatch, sizes: PackSizes):
     return jnp.zeros(sizes.tokens, jnp.float32).at[batch.head_rows].set(logprobs, mode="drop")
 
 
-def _ending_gradients(rebuild: Rebuild, factors, x, batch: PackedBatch, sizes: PackSizes, dy):
+def _ending_gradients(
+    rebuild: Rebuild, arrays: Arrays, kept: Kept, batch: PackedBatch, sizes: PackSizes, dy
+):
     """`HEAD_ROWS` tokens at a time; the head's factors' are summed over them in float32."""
-    norm = rebuild(factors).norm
+    (x,), factors, norm = kept, arrays.factors, rebuild(arrays).norm
     hidden, norm_pullback = jax.vjp(norm, x)
 
     def chunk(total, rows):
@@ -173,7 +208,8 @@ def _ending_gradients(rebuild: Rebuild, factors, x, batch: PackedBatch, sizes: P
         wanted = dy.at[rows].get(mode="fill", fill_value=0)
 
         def score(factors, some_hidden):
-            return _score(rebuild(factors), some_hidden, slots, targets)
+            ending = rebuild(arrays._replace(factors=factors))
+            return _score(ending, some_hidden, slots, targets)
 
         def pull_back():
             return jax.vjp(score, factors, some_hidden)[1](wanted)

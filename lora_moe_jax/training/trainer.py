@@ -153,6 +153,15 @@ class Trainer:
             for name, training in self._adapters.items()
         ]
 
+    def parameters(self, name: str) -> dict[str, LoraPair]:
+        """An adapter's float32 parameters on the device, by projection; its next step frees them.
+
+        Raises:
+          AdapterError: it is not in training.
+        """
+        training = self._training(name)
+        return lora_pairs(training.masters, training.shapes)
+
     def save_adapter(
         self,
         name: str,

@@ -46,6 +46,7 @@ from pallas_kernels.grouped_lora_matmul.gate import (
     gated_columns,
     gated_columns_gradient,
 )
+from pallas_kernels.kept import kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -78,8 +79,8 @@ def _forward(backend, parts, gate, out_dtype, x, w, tables, lora, shared_u):
     # Differentiated outside of jit, NumPy arguments arrive as they are.
     x, w, tables, lora = jax.tree.map(jnp.asarray, (x, w, tables, lora))
     terms = _terms(parts, lora)
-    u = _shrink(backend, x, tables, terms) if shared_u is None else shared_u
-    y = _product(backend, x, w, tables, u, terms, None, out_dtype)
+    u = kept(_shrink(backend, x, tables, terms) if shared_u is None else shared_u)
+    y = kept(_product(backend, x, w, tables, u, terms, None, out_dtype))
     before_gate = None
     if gate is not None:
         before_gate, y = y, gated_columns(y, gate)
@@ -105,9 +106,13 @@ def gradients(backend, parts, x, w, tables, lora, u, dy):
     du = backend.shrink(dy, tables, b, starts, scalings) if pairs else ()
     a = tuple(p.a for p in pairs)
     dx = backend.product(dy, w, tables, du, a, (0,) * len(pairs), contract=1)
-    da = _a_gradients(backend, pairs, x, du, tables)
+    da = a_gradients(backend, pairs, x, du, tables)
     of_pair = iter(
-        _pair_gradient(backend, pair, x, dy, start, u[i], da[i], tables)
+        type(pair)(
+            da[i],
+            b_gradient(backend, pair, dy, start, u[i], tables),
+            scaling_gradient(backend, pair, x, dy, start, tables),
+        )
         for i, (start, pair) in enumerate(terms)
     )
     dlora = tuple(None if pair is None else next(of_pair) for pair in lora)
@@ -137,8 +142,8 @@ def _product(backend, x, w, tables, u, terms, gate, out_dtype):
     )
 
 
-def _a_gradients(backend, pairs, x, du, tables):
-    """Those of all terms whose A has the same slots, groups and dtype together: x is read once."""
+def a_gradients(backend, pairs, x, du, tables):
+    """dA of all terms whose A has the same slots, groups and dtype together: x is read once."""
     da = [None] * len(pairs)
     kinds = [(pair.a.shape[:2], pair.a.dtype) for pair in pairs]
     for shape, dtype in dict.fromkeys(kinds):
@@ -154,15 +159,13 @@ def _rank(pair):
     return pair.a.shape[2]
 
 
-def _pair_gradient(backend, pair, x, dy, start, u, da, tables):
-    width = pair.b.shape[3]
-    lefts, shape = ((u, _rank(pair)),), pair.b.shape[:2]
-    (db,) = backend.outer(lefts, dy, start, width, tables, shape, pair.b.dtype)
-    dscaling = _scaling_gradient(backend, pair, x, dy, start, tables)
-    return type(pair)(da, db, dscaling)
+def b_gradient(backend, pair, dy, start, u, tables):
+    """dB of one term."""
+    lefts, width = ((u, _rank(pair)),), pair.b.shape[3]
+    return backend.outer(lefts, dy, start, width, tables, pair.b.shape[:2], pair.b.dtype)[0]
 
 
-def _scaling_gradient(backend, pair, x, dy, start, tables):
+def scaling_gradient(backend, pair, x, dy, start, tables):
     """Σ u · v of each bucket's rows, unscaled: the trace of Σ u ⊗ v.
 
     Both are computed again, which `jit` drops when nobody asks for this gradient.

@@ -19,8 +19,8 @@ from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.api import Lora, check_call, choose_backend
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.moe_mlp.dispatch import dispatch
-from pallas_kernels.moe_mlp.down import combined_down
-from pallas_kernels.routing_plan.api import combine, local_groups
+from pallas_kernels.moe_mlp.down import weighted_down
+from pallas_kernels.routing_plan.api import local_groups
 
 
 def moe_mlp(
@@ -100,13 +100,8 @@ def moe_mlp(
         into,
         _shared_u(backend, x, token_slots, into, count, route),
     )
-    if lora_down is not None and lora_down.b.shape[1] == 1 < count:
-        slots = jnp.where(jnp.any(group < count, axis=1), token_slots, -1)
-        return combined_down(backend, hidden, down, route, lora_down, weights, slots)
-    rows = differentiable.grouped_lora_matmul(
-        backend, (down.shape[1],), None, None, hidden, down, route.tables, (lora_down,), None
-    )
-    return combine(rows, route.position, weights)
+    slots = jnp.where(jnp.any(group < count, axis=1), token_slots, -1)
+    return weighted_down(backend, hidden, down, route, lora_down, weights, slots)
 
 
 def _common_backend(implementation, calls) -> ModuleType:

@@ -13,6 +13,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kept import kept
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.backward import attention_gradients
 
@@ -46,7 +47,7 @@ def paged_attention(
 
 
 def _forward(backend, scale, sliding_window, q, k_pages, v_pages, view):
-    out = paged_attention(backend, scale, sliding_window, q, k_pages, v_pages, view)
+    out = kept(paged_attention(backend, scale, sliding_window, q, k_pages, v_pages, view))
     return out, (q, k_pages, v_pages, view, out)
 
 
@@ -70,7 +71,7 @@ def paged_latent_attention(
 
 def _latent_forward(backend, scale, q_latent, q_rope, latent_pages, rope_pages, view):
     arguments = q_latent, q_rope, latent_pages, rope_pages, view
-    out = paged_latent_attention(backend, scale, *arguments)
+    out = kept(paged_latent_attention(backend, scale, *arguments))
     return out, (*arguments, out)
 
 

@@ -132,9 +132,8 @@ def _combine_forward(rows, position, weights):
 
 def _combine_backward(saved, dy):
     rows, position, weights = saved
-    order = _inverse(position.reshape(-1))
-    token = lax.div(order, jnp.int32(position.shape[1]))
-    drows = dy[token] * weights.reshape(-1)[order][:, None].astype(dy.dtype)
+    token, of_row = rows_of_choices(position, weights)
+    drows = dy[token] * of_row[:, None].astype(dy.dtype)
     dweights = [
         jnp.sum(dy * rows[position[:, choice]].astype(dy.dtype), axis=1)
         for choice in range(position.shape[1])
@@ -143,6 +142,14 @@ def _combine_backward(saved, dy):
 
 
 combine.defvjp(_combine_forward, _combine_backward)
+
+
+def rows_of_choices(
+    position: Int[Array, "tokens choices"], weights: Float[Array, "tokens choices"]
+) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
+    """The token and the weight of each row."""
+    order = _inverse(position.reshape(-1))
+    return lax.div(order, jnp.int32(position.shape[1])), weights.reshape(-1)[order]
 
 
 def _sum_of_choices(rows, position, weights):

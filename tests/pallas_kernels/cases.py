@@ -162,5 +162,5 @@ def rounding_of_u(case: Case, widths) -> np.ndarray:
                     f[slot, group if f.shape[1] > 1 else 0].astype(np.float64) for f in pair
                 )
                 u = scaling * (a @ case.x[row].astype(np.float64))
-                found[row, end - width : end] = 2**-9 * (np.abs(u) @ np.abs(b))
+                found[row, end - width : end] = 2**-8 * (np.abs(u) @ np.abs(b))
     return found

@@ -1,0 +1,60 @@
+"""What `bench mismatch` writes down of one sampler, and its table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class MismatchRow:
+    """The logprobs of tokens under a sampler less those under the trainer.
+
+    Attributes:
+      sampler: "generate", as tokens were made, or "score", of whole sequences.
+      tokens: that were compared.
+      mean, largest: of the absolute differences.
+      differing: the share of tokens whose two logprobs are not equal.
+      outside: the share of tokens whose two probabilities have a ratio outside of [0.9, 1.1].
+    """
+
+    model: str
+    layers: int
+    adapters: int
+    rank: int
+    sampler: str
+    requests: int
+    tokens: int
+    mean: float
+    largest: float
+    differing: float
+    outside: float
+
+
+def table(rows: list[MismatchRow]) -> Table:
+    shown = Table(
+        "model",
+        "adapters",
+        "sampler",
+        "tokens",
+        "mean |difference|",
+        "largest",
+        "differing",
+        "ratio outside 0.9 to 1.1",
+        "",
+        title="Logprobs of the sampler against the trainer's",
+    )
+    for row in rows:
+        shown.add_row(
+            f"{row.model}, {row.layers} layers",
+            f"{row.adapters}, r {row.rank}",
+            f"{row.sampler}, {row.requests} at a time",
+            str(row.tokens),
+            f"{row.mean:g}",
+            f"{row.largest:g}",
+            f"{row.differing:.2%}",
+            f"{row.outside:.2%}",
+            "[green]equal bits[/]" if row.largest == 0 else "[red]MISS[/]",
+        )
+    return shown

@@ -1,0 +1,51 @@
+"""The pieces of a model for one size of batch, compiled side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+
+from lora_moe_jax.adapters.bank import Bank
+from lora_moe_jax.serving.kernel_programs import kernel_programs
+from lora_moe_jax.training.packing import PackedBatch, PackSizes
+from lora_moe_jax.training.pieces import Piece
+
+
+class Program(NamedTuple):
+    """Both directions of a piece, see `Role`; without the arguments that are static."""
+
+    forward: Callable
+    backward: Callable
+
+
+def compiled(
+    pieces: Sequence[Piece], bank: Bank, sizes: PackSizes, batch: PackedBatch
+) -> dict[Hashable, Program]:
+    """The programs of all pieces, by their key."""
+    jobs, x = {}, None
+    with ThreadPoolExecutor() as kernels, ThreadPoolExecutor() as threads:
+
+        def compile_later(function, *arguments):
+            lowered = function.lower(*arguments)
+            for program in reversed(kernel_programs(lowered)):
+                kernels.submit(lambda program=program: program.lower().compile())
+            return lowered, threads.submit(lowered.compile)
+
+        for piece in pieces:
+            if piece.key in jobs:
+                continue
+            arrays = piece.arrays(bank)
+            lowered, forward = compile_later(piece.functions.forward, arrays, x, batch, sizes)
+            x, kept = jax.tree.map(_shape, lowered.out_info)
+            _, backward = compile_later(piece.functions.backward, arrays, kept, batch, sizes, x)
+            jobs[piece.key] = forward, backward
+        programs = {key: Program(*(job.result() for job in both)) for key, both in jobs.items()}
+        kernels.shutdown(cancel_futures=True)
+    return programs
+
+
+def _shape(info) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(info.shape, info.dtype)

@@ -1,0 +1,52 @@
+"""The experts that a token goes to, and what each of them counts, from the router's logits.
+
+Letters: T tokens, E experts, k choices.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.implementation import check_known, implementation_module
+from pallas_kernels.top_experts import differentiable, xla
+from pallas_kernels.top_experts.xla import Scoring
+
+IMPLEMENTATIONS = ("xla", "triton")
+
+
+def top_experts(
+    logits: Float[Array, "tokens experts"],
+    bias: Float[Array, " experts"] | None,
+    top_k: int,
+    scoring: Scoring,
+    *,
+    implementation: str | None = None,
+) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
+    """The `top_k` experts of the highest scores, the highest first, and their weights.
+
+    Of equal scores the lower expert's is higher. Differentiable with respect to logits, by way of
+    the weights. A token's bits depend on that token alone.
+
+    Args:
+      logits: float32.
+      bias: float32, added to the scores that are compared, not to those that count.
+      implementation: "xla" or "triton" (GPUs); None takes what serves the platform best. Their bits
+        differ.
+
+    Returns:
+      int32 [T, k] and float32 [T, k].
+
+    Raises:
+      NotImplementedError: there is no such implementation.
+    """
+    return differentiable.top_experts(_backend(implementation), top_k, scoring, logits, bias)
+
+
+def _backend(implementation: str | None) -> ModuleType:
+    check_known(implementation, IMPLEMENTATIONS)
+    platform = "triton" if jax.default_backend() == "gpu" else "xla"
+    name = implementation or platform
+    return xla if name == "xla" else implementation_module("pallas_kernels.top_experts", name)
