@@ -1,6 +1,7 @@
 """Section `attention`: paged attention alone, against the card's bandwidth and products.
 
-Decode: every request has one token, at the end of its context. Prefill: whole prompts.
+Decode: every request has one token, at the end of its context. Prefill: whole prompts. Gradients:
+the backward pass over whole sequences.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
@@ -103,13 +105,14 @@ def _program(case: AttentionCase) -> Program:
     options = dict(scale=case.key_width**-0.5)
     if case.kv_heads:
         inputs = queries(0, case.key_width), cache(1, case.key_width), cache(2, case.value_width)
-        return program(
-            lambda q, k, v, view: paged_attention(
-                q, k, v, view, sliding_window=case.window, **options
-            ),
-            *inputs,
-            view,
-        )
+
+        def attend(q, k, v, view):
+            return paged_attention(q, k, v, view, sliding_window=case.window, **options)
+
+        if not case.gradients:
+            return program(attend, *inputs, view)
+        out, backward = jax.vjp(lambda q, k, v: attend(q, k, v, view), *inputs)
+        return program(lambda backward, dout: backward(dout), backward, out)
     rope = case.key_width - case.value_width
     inputs = (
         queries(0, case.value_width),

@@ -131,6 +131,7 @@ class AttentionCase:
       kv_heads: heads of the cache; 0: latents, whose keys are the values and the rotary part.
       tokens: how many each request has in the batch: 1, or its whole context.
       bound: which ceiling `must` and `aim` are shares of: "bandwidth" or "products".
+      gradients: of whole contexts of grouped heads, not the result.
     """
 
     name: str
@@ -147,16 +148,22 @@ class AttentionCase:
     tokens: int = 1
     page: int = 64
     window: int | None = None
+    gradients: bool = False
 
     @property
     def work(self) -> Work:
-        """Every visible pair; queries, result and the visible cache once."""
+        """Every visible pair; queries, result and the visible cache once.
+
+        Gradients: five products of every pair, three of them as wide as keys; every array twice.
+        """
         first = self.context - self.tokens
         seen = [min(p + 1, self.window or p + 1) for p in range(first, self.context)]
         widths = self.key_width + self.value_width
         cached = self.kv_heads * widths if self.kv_heads else self.key_width
         positions = min(self.context, (self.window or self.context) + self.tokens - 1)
         moved = positions * cached + self.tokens * self.heads * widths
+        if self.gradients:
+            widths, moved = 3 * self.key_width + 2 * self.value_width, 2 * moved
         return Work(
             2 * self.requests * self.heads * widths * sum(seen), ITEM * self.requests * moved
         )
@@ -169,11 +176,13 @@ _LITE = _LATENT | dict(model=DEEPSEEK_V2_LITE, heads=16)
 _QWEN = dict(model=QWEN3_30B_A3B, heads=32, kv_heads=4, key_width=128, value_width=128)
 _GPT = dict(model=GPT_OSS_20B, heads=64, kv_heads=8, key_width=64, value_width=64)
 _WHOLE = dict(requests=2, context=4096, tokens=4096) | _PRODUCTS
+_GRADIENTS = _WHOLE | dict(requests=1, must=265 / 790, aim=400 / 790, gradients=True)
 ATTENTION_CASES: tuple[AttentionCase, ...] = (
     AttentionCase("grouped decode", **_QWEN, requests=64, context=4096, **_BANDWIDTH),
     AttentionCase("pages of 16", **_QWEN, requests=64, context=4096, page=16, **_BANDWIDTH),
     AttentionCase("few requests", **_QWEN, requests=4, context=32768, **_BANDWIDTH),
     AttentionCase("grouped prefill", **_QWEN, **_WHOLE),
+    AttentionCase("grouped gradients", **_QWEN, **_GRADIENTS),
     AttentionCase("window decode", **_GPT, requests=64, context=4096, window=128, **_BANDWIDTH),
     AttentionCase("latent decode", **_LATENT, requests=64, context=4096, **_BANDWIDTH),
     AttentionCase("latent decode, 128", **_LATENT, requests=128, context=4096, **_BANDWIDTH),

@@ -18,3 +18,15 @@ def continued(totals, add, interpreted: bool):
 
     sums = pl.run_scoped(added, *[plgpu.ACC(total.shape) for total in totals])
     return [total + its for total, its in zip(totals, sums, strict=True)]
+
+
+def start(accumulator, value, interpreted: bool):
+    """Starts an accumulator with a value, which `finished` is to be given, too."""
+    if not interpreted:
+        accumulator[...] = value
+
+
+def finished(accumulator, value, interpreted: bool, *, pending: int):
+    """What an accumulator holds that started with a value; `pending` later products may run on."""
+    total = plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
+    return total + value if interpreted else total

@@ -18,18 +18,20 @@ from jax import lax
 TILE = 64
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """Where tokens go.
 
     Attributes:
-      token: int32 [tiles, TILE], the token of each place; T where there is none.
+      token: int32 [tiles, height], the token of each place; T where there is none.
       place: int32 [T], the flat place of each token; past the last for padding tokens.
       number: int32 [tiles], which tile of its sequence each is; -1 for unused ones.
+      length: int32 [tiles], that of the sequence; 0 for unused ones.
     """
 
     token: jax.Array
     place: jax.Array
     number: jax.Array
+    length: jax.Array
 
 
 def attention_gradients(q, k, v, out, dout, view, scale, sliding_window):
@@ -40,15 +42,15 @@ def attention_gradients(q, k, v, out, dout, view, scale, sliding_window):
       view: the batch's `PageView`; only requests and positions matter.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
-    tiles = _cut(view)
+    tiles = cut(view, TILE)
     dtype = jnp.promote_types(jnp.float32, q.dtype)
 
     def grouped(x):
         return x.reshape(x.shape[0], kv_heads, heads // kv_heads, x.shape[-1])
 
     by_query = q, dout.astype(q.dtype), out
-    q, dout, out = (_spread(grouped(x), tiles) for x in by_query)
-    k, v = _spread(k, tiles), _spread(v, tiles)
+    q, dout, out = (spread(grouped(x), tiles) for x in by_query)
+    k, v = spread(k, tiles), spread(v, tiles)
     delta = jnp.einsum("nqgid,nqgid->ngiq", dout.astype(dtype), out.astype(dtype))
     distances = jnp.max(tiles.number) + 1
     every = jnp.arange(tiles.number.shape[0])
@@ -98,34 +100,37 @@ def attention_gradients(q, k, v, out, dout, view, scale, sliding_window):
 
     zeros = tuple(jnp.zeros(x.shape, dtype) for x in (q, k, v))
     dq, dk, dv = lax.fori_loop(0, distances, gradients, zeros)
-    dq = _gather(dq, tiles)
-    return dq.reshape(dq.shape[0], heads, -1), _gather(dk, tiles), _gather(dv, tiles)
+    dq = gather(dq, tiles)
+    return dq.reshape(dq.shape[0], heads, -1), gather(dk, tiles), gather(dv, tiles)
 
 
-def _cut(view) -> _Tiles:
+def cut(view, height: int) -> Tiles:
+    """Tiles of `height` positions of one sequence; any order of tokens is allowed."""
     tokens, requests = view.request.shape[0], view.page_tables.shape[0]
-    count = tokens // TILE + requests
+    count = tokens // height + requests
     real = view.request >= 0
     request = jnp.where(real, view.request, requests)
     lengths = jnp.zeros(requests, jnp.int32).at[request].max(view.positions + 1, mode="drop")
-    needed = -(-lengths // TILE)
+    needed = -(-lengths // height)
     first = jnp.cumsum(needed) - needed
-    place = first.at[request].get(mode="clip") * TILE + view.positions
-    place = jnp.where(real, place, count * TILE)
+    place = first.at[request].get(mode="clip") * height + view.positions
+    place = jnp.where(real, place, count * height)
     row = jnp.arange(tokens, dtype=jnp.int32)
-    token = jnp.full(count * TILE, tokens, jnp.int32).at[place].set(row, mode="drop")
-    tile = place // TILE
-    number = jnp.full(count, -1, jnp.int32).at[tile].set(view.positions // TILE, mode="drop")
-    return _Tiles(token.reshape(count, TILE), place, number)
+    token = jnp.full(count * height, tokens, jnp.int32).at[place].set(row, mode="drop")
+    tile = place // height
+    number = jnp.full(count, -1, jnp.int32).at[tile].set(view.positions // height, mode="drop")
+    length = lengths.at[request].get(mode="clip")
+    length = jnp.zeros(count, jnp.int32).at[tile].set(length, mode="drop")
+    return Tiles(token.reshape(count, height), place, number, length)
 
 
-def _spread(x, tiles):
-    """[T, ...] to [tiles, TILE, ...], zeros where there is no token."""
+def spread(x, tiles: Tiles):
+    """[T, ...] to [tiles, height, ...], zeros where there is no token."""
     return x.at[tiles.token].get(mode="fill", fill_value=0)
 
 
-def _gather(x, tiles):
-    """[tiles, TILE, ...] to [T, ...], zeros for padding tokens."""
+def gather(x, tiles: Tiles):
+    """[tiles, height, ...] to [T, ...], zeros for padding tokens."""
     return x.reshape(-1, *x.shape[2:]).at[tiles.place].get(mode="fill", fill_value=0)
 
 

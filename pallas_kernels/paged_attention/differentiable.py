@@ -2,7 +2,8 @@
 
 The gradient of attention is for batches that hold whole sequences: of every request in the batch
 its positions from 0 on, so that a token attends to tokens of the batch alone. What the cache held
-before is a constant.
+before is a constant. A backend that has `attention_gradients` of its own serves grouped heads with
+them; else, and for latents, they are plain JAX.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def _forward(backend, scale, sliding_window, q, k_pages, v_pages, view):
 def _backward(backend, scale, sliding_window, saved, dout):
     q, k_pages, v_pages, view, out, dout = jax.tree.map(jnp.asarray, (*saved, dout))
     k, v = xla.read_pages(k_pages, view), xla.read_pages(v_pages, view)
-    dq, dk, dv = attention_gradients(q, k, v, out, dout, view, scale, sliding_window)
+    gradients = getattr(backend, "attention_gradients", attention_gradients)
+    dq, dk, dv = gradients(q, k, v, out, dout, view, scale, sliding_window)
     return dq.astype(q.dtype), _as_pages(dk, k_pages, view), _as_pages(dv, v_pages, view), None
 
 

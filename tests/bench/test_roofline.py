@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -37,6 +39,8 @@ def test_attention_by_hand():
     case = AttentionCase("a", TINY, 8, 2, 4, 6, 3, 10, "bandwidth", 1, 1, tokens=4, window=3)
     # Positions 6 to 9 see 3 each; the first of them sees from 4 on.
     assert case.work == Work(2 * 3 * 8 * 10 * 12, 2 * 3 * (6 * 2 * 10 + 4 * 8 * 10))
+    gradients = dataclasses.replace(case, gradients=True)
+    assert gradients.work == Work(2 * 3 * 8 * (3 * 4 + 2 * 6) * 12, 2 * case.work.bytes)
     latent = AttentionCase("a", TINY, 8, 0, 6, 4, 3, 10, "bandwidth", 1, 1)
     assert latent.work == Work(2 * 3 * 8 * 10 * 10, 2 * 3 * (10 * 6 + 8 * 10))
 

@@ -115,6 +115,15 @@ def test_attention(case):
     assert np.isfinite(y).all()
 
 
+def test_attention_gradients():
+    sizes = dict(tokens=20, page=8, gradients=True)
+    case = AttentionCase("gradients", TINY, 4, 2, 8, 16, 2, 20, **sizes, **BOUND)
+    assert attention.measure(case, quick).roofline_us > 0
+    dq, dk, dv = (np.asarray(x, np.float32) for x in attention._program(case)())
+    assert [x.shape for x in (dq, dk, dv)] == [(40, 4, 8), (6, 8, 2, 8), (6, 8, 2, 16)]
+    assert all(np.isfinite(x).all() and x.any() for x in (dq, dk, dv))
+
+
 def test_lowering():
     rows = lowering.measure(TINY, TINY.gate_up, 24, lowering.Target())
     programs = ["product", "with adapters", "gradients", "gated, with adapters"]

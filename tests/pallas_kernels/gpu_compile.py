@@ -38,6 +38,14 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
     from pallas_kernels.grouped_lora_matmul.gpu_schedule import packed_columns, rank_tile
     from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
+    from pallas_kernels.paged_attention.gpu_gradient_units import (
+        TILE,
+        WORDS,
+        GradientSizes,
+        TileTable,
+    )
+    from pallas_kernels.paged_attention.gpu_gradients_kv import key_gradients
+    from pallas_kernels.paged_attention.gpu_gradients_q import query_gradients
     from tests.pallas_kernels.product_cases import layer_products
 
     def array(*sizes, dtype=jnp.bfloat16):
@@ -108,6 +116,17 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     queries = [array(tokens, 128, width) for width in (512, 64)]
     pages = [array(1024, 64, width) for width in (512, 64)]
     yield "latent attention", latent_attention, (*queries, *pages, *view)
+
+    places = -(-tokens // TILE) * TILE
+    queries, keys = array(places, 32, 128), array(places, 4, 128)
+    table = TileTable(number(1), number(places // TILE * WORDS))
+    of_row = array(32, places, dtype=jnp.float32)
+    sizes = GradientSizes(places, 32, 4, 128, 128, None, 0.1, False)
+    arrays = table, queries, keys, keys, queries, of_row
+    function = functools.partial(query_gradients, sizes)
+    yield "attention gradients of queries", function, arrays
+    function = functools.partial(key_gradients, sizes)
+    yield "attention gradients of keys", function, (*arrays, of_row)
 
     yield "outer", *outer(array(rows, hidden), 2, jnp.bfloat16)
     yield "outer of scalings", *outer(array(rows, rank), 1, jnp.float32)
