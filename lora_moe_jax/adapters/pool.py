@@ -11,12 +11,15 @@ has one, and its requests, and nothing is left of the old one.
 
 A version that came from the device is in its slot alone, and gets a host copy when it gives up the
 slot.
+
+A name may have a trainer, any object: then nobody else makes versions of it or removes it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_moe_jax.adapters.adapter import Adapter
@@ -110,6 +113,8 @@ class AdapterPool:
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()  # replaced or unloaded; unfinished requests hold them
         self._versions: dict[str, int] = {}  # goes on counting after a name was unloaded
+        # Weak: an adapter whose trainer is gone is as any other.
+        self._trainers: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         self._clock = itertools.count(1)
 
     def __iter__(self) -> Iterator[AdapterInfo]:
@@ -158,11 +163,29 @@ class AdapterPool:
             self._place(entry)
         return entry
 
-    def update(self, name: str, params: DeviceParams) -> Entry:
+    def check_trainer(self, name: str, trainer: object | None = None) -> None:
+        """Raises AdapterError if the name has another trainer than this one."""
+        if self._trainers.get(name, trainer) is not trainer:
+            raise AdapterError(
+                "the adapter is in training: only its trainer can replace it, and nobody unload it",
+                key=name,
+                expected="an adapter that is not in training",
+                found=f"one that a {type(self._trainers.get(name)).__name__} has",
+                hint="Trainer.remove_adapter it first, or choose another name",
+            )
+
+    def end_training(self, name: str) -> None:
+        """The name has no trainer any more, if it had one."""
+        self._trainers.pop(name, None)
+
+    def update(self, name: str, params: DeviceParams, trainer: object | None = None) -> Entry:
         """Makes parameters, which fit the bank, the newest version under a good name.
 
         They are written at once and not kept. The version before keeps its slot only if a request
         runs with it; in a pool that switches it has none any more.
+
+        Args:
+          trainer: of the name from now on, if it is not None.
 
         Raises:
           AdapterError: no slot can be had. Nothing has changed then.
@@ -183,6 +206,8 @@ class AdapterPool:
             )
         entry = self._new_version(name, params.in_slot)
         self._place(entry, params)
+        if trainer is not None:
+            self._trainers[name] = trainer
         return entry
 
     def _new_version(self, name: str, adapter: Adapter | InSlot) -> Entry:
@@ -219,6 +244,9 @@ class AdapterPool:
 
         Args:
           when_busy: "refuse" raises AdapterError if there are such requests, "finish" does not.
+
+        Raises:
+          AdapterError: also if it is not loaded, or has a trainer.
         """
         if when_busy not in WHEN_BUSY:
             raise AdapterError(
@@ -228,6 +256,7 @@ class AdapterPool:
                 found=repr(when_busy)[:200],
             )
         entry = self.get(name)
+        self.check_trainer(name)
         if entry.requests and when_busy == "refuse":
             raise AdapterError(
                 "the adapter is in use",
@@ -300,6 +329,30 @@ class AdapterPool:
             self._drop(entry)
 
     # Slots
+
+    def place_all(self, names: Sequence[str]) -> list[int]:
+        """Gives all of these adapters slots, which they keep until the pool is asked for more.
+
+        Raises:
+          AdapterError: one is not loaded, or finds no slot beside the others.
+        """
+        entries, held = [self.get(name) for name in names], []
+        try:
+            for entry in entries:
+                if not self.acquire(entry):
+                    raise AdapterError(
+                        "no slot can be had for an adapter: each is pinned, in use by a running "
+                        "request, or another's of the same batch",
+                        key=entry.info.name,
+                        expected=f"at most {len(self._slots)} adapters at a time",
+                        found=f"{len(names)} in the batch",
+                        hint="use smaller batches, or build the engine with a larger max_adapters",
+                    )
+                held.append(entry)
+            return [entry.slot for entry in held]
+        finally:
+            for entry in held:
+                self.release(entry)
 
     def clear_slots(self) -> None:
         """Every entry gives up its slot; no request is running."""

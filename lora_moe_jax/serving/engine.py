@@ -48,6 +48,12 @@ class Engine:
     """Scores and generates with any mix of adapters over one base model.
 
     Build it with `from_pretrained`. Not thread-safe: use it from one thread.
+
+    Attributes:
+      config: what the base model is.
+      options: what the engine was built with, nothing left open.
+      arrays: the model's arrays, which a `Trainer` computes with too.
+      bank: those of the adapter slots.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Engine:
     ):
         self.config = config
         self.options = options
+        self.arrays = arrays
         self.bank = arrays.bank
         self._writer = SlotWriter(arrays.bank)
         self._adapters = AdapterPool(
@@ -238,10 +245,10 @@ class Engine:
         the new one: see `update_policy` of `from_pretrained`.
 
         Raises:
-          AdapterError: it cannot be served exactly. Nothing has changed then.
+          AdapterError: it cannot be served exactly, or one of this name is in training. Nothing has
+            changed then.
         """
-        check_name(name)
-        self._check_bank()
+        self._check_new_version(name)
         adapter = self._read_adapter(source)
         self.bank.check(adapter)
         with uninterrupted():
@@ -251,7 +258,11 @@ class Engine:
 
     @uninterrupted()
     def update_adapter(
-        self, name: str, params: Adapter | Mapping[str, LoraPair | Lora | KvBLora]
+        self,
+        name: str,
+        params: Adapter | Mapping[str, LoraPair | Lora | KvBLora],
+        *,
+        trainer: object | None = None,
     ) -> AdapterInfo:
         """Makes parameters on the device the newest version, as `load_adapter` would, bit for bit.
 
@@ -265,18 +276,38 @@ class Engine:
           params: by `Projection.name` a `LoraPair` of arrays at the adapter's own rank (its `ranks`
             are not looked at), or the arrays of one slot of `bank.arrays`, without the axis of
             slots. Projections that are not there become zero.
+          trainer: whose adapter it is from now on: others can neither replace nor unload it, until
+            `end_training` or until this object is gone. None: nobody's.
 
         Raises:
-          AdapterError: they do not fit the bank, are not finite, or no slot can be had. Nothing has
-            changed then.
+          AdapterError: they do not fit the bank, are not finite, no slot can be had, or an adapter
+            of this name is in training elsewhere. Nothing has changed then.
         """
-        check_name(name)
-        self._check_bank()
+        self._check_new_version(name, trainer)
         checked = DeviceParams.of(params, self.bank)
         self._writer.check_finite(checked)
-        info = self._adapters.update(name, checked).info
+        info = self._adapters.update(name, checked, trainer).info
         self._runner.scheduler.switch_versions()
         return info
+
+    def end_training(self, name: str) -> None:
+        """Makes an adapter that has a trainer one as any other."""
+        self._adapters.end_training(name)
+
+    def adapter_slots(self, names: Sequence[str]) -> list[int]:
+        """Puts adapters into slots, where they stay until the engine is asked for anything else.
+
+        Raises:
+          AdapterError: one is not loaded, or finds no slot beside the others.
+          EngineAsleepError: the bank is asleep.
+        """
+        self._check_bank()
+        return self._adapters.place_all(names)
+
+    def _check_new_version(self, name: str, trainer: object | None = None) -> None:
+        check_name(name)
+        self._check_bank()
+        self._adapters.check_trainer(name, trainer)
 
     def _write_slot(self, slot: int, adapter: Adapter | DeviceParams) -> None:
         if isinstance(adapter, DeviceParams):  # compiles for the first of its shapes
@@ -321,7 +352,7 @@ class Engine:
             forgotten at once, its slot and host memory are freed with the last of them.
 
         Raises:
-          AdapterError: it is not loaded, or requests are using it.
+          AdapterError: it is not loaded, in training, or requests are using it.
         """
         self._adapters.remove(name, when_busy)
         self._runner.scheduler.drop_unloaded()

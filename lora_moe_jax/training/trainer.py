@@ -12,12 +12,13 @@ import numpy as np
 import optax
 
 from lora_moe_jax.adapters import Adapter, LoraPair, check_name, write_adapter
-from lora_moe_jax.adapters.pool import AdapterInfo, Entry
+from lora_moe_jax.adapters.pool import AdapterInfo
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.errors import AdapterError, ConfigError, LoraMoeError, RequestError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
 from lora_moe_jax.serving.engine import Engine
+from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.training.arguments import buckets_of, checked_number
 from lora_moe_jax.training.batch_run import BatchRun, InTraining
 from lora_moe_jax.training.config import LoraConfig, PairShape, pair_shapes
@@ -45,7 +46,7 @@ class Training:
     """One adapter in training.
 
     Attributes:
-      entry: the version in the engine's pool that the masters are in, as the bank holds them.
+      version: the engine's, that the masters are in as the bank holds them.
       gradients: the sum since the last step; None if there is none.
       stale: whether the masters have moved since the version was made.
     """
@@ -54,7 +55,7 @@ class Training:
     shapes: dict[str, PairShape]
     masters: Masters
     moments: optax.OptState
-    entry: Entry | None = None
+    version: int = 0
     gradients: Masters | None = None
     steps: int = 0
     stale: bool = True
@@ -65,7 +66,8 @@ class Trainer:
 
     The base weights and the slots are the engine's: a step's result is the engine's next version of
     the adapter, and forward passes run on what the slot holds. Parameters, moments and gradients
-    are float32 and belong to an adapter each.
+    are float32 and belong to an adapter each. While it is in training the engine lets nobody else
+    replace or unload it.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Trainer:
         Raises:
           ConfigError: the engine has no slots or is split over devices, or a size is out of range.
         """
-        arrays = engine._runner.steps.arrays
+        arrays = engine.arrays
         if arrays.mesh is not None or engine.options.max_adapters == 0:
             raise ConfigError(
                 "this engine cannot train",
@@ -128,9 +130,10 @@ class Trainer:
         masters = initial_masters(config, shapes, engine.bank.projections)
         state = self._placed((masters, self._optimizer.init(masters)))
         training = Training(config, shapes, *state)
-        self._publish(name, training)
-        self._adapters[name] = training
-        return training.entry.info
+        with uninterrupted():  # the engine's word and this one's belong together
+            info = self._publish(name, training)
+            self._adapters[name] = training
+        return info
 
     def remove_adapter(self, name: str) -> None:
         """Ends an adapter's training and frees what it has. The engine serves it on.
@@ -139,6 +142,7 @@ class Trainer:
           AdapterError: it is not in training.
         """
         self._training(name)
+        self._engine.end_training(name)
         del self._adapters[name]
 
     def adapters(self) -> list[TrainingInfo]:
@@ -146,7 +150,7 @@ class Trainer:
         return [
             TrainingInfo(
                 name,
-                training.entry.info.version,
+                training.version,
                 training.steps,
                 _nbytes((training.masters, training.moments, training.gradients)),
             )
@@ -274,6 +278,7 @@ class Trainer:
                 published.append(name)
         except LoraMoeError:
             for name in published:
+                self._engine.end_training(name)
                 self._engine.unload_adapter(name)
             raise
 
@@ -297,8 +302,8 @@ class Trainer:
 
         Raises:
           RequestError: a sequence cannot be trained on, or the loss does not fit.
-          AdapterError: an adapter is not in training, was unloaded or replaced in the engine, or
-            finds no slot. In both cases no gradient has changed.
+          AdapterError: an adapter is not in training, or finds no slot. In both cases no gradient
+            has changed.
         """
         loss, options = loss_of(loss, options)
         largest = self._sizes[-1]
@@ -336,9 +341,9 @@ class Trainer:
 
         Raises:
           RequestError: a setting is out of range, or an adapter has no gradient. No step was taken.
-          AdapterError: an adapter is not in training, was unloaded or replaced in the engine, or no
-            slot can be had for a new version. Then the step of that one was taken, and the next
-            forward_backward makes the version; adapters after it were not stepped.
+          AdapterError: an adapter is not in training, or no slot can be had for a new version. Then
+            the step of that one was taken, and the next forward_backward makes the version;
+            adapters after it were not stepped.
         """
         names = [names] if isinstance(names, str) else names
         if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -353,7 +358,6 @@ class Trainer:
         rates = {}
         for name in names:
             training = self._training(name)
-            self._check_entry(name, training)
             if training.gradients is None:
                 raise RequestError(
                     "the adapter has no gradient",
@@ -381,7 +385,7 @@ class Trainer:
             float(settings.learning_rate),
             float(stepped.norm),
             not good,
-            training.entry.info.version,
+            training.version,
         )
 
     # The engine
@@ -411,55 +415,23 @@ class Trainer:
         arrays = self._engine.bank.arrays
         return jax.device_put(tree, next(iter(arrays.values())).scaling.sharding)
 
-    def _publish(self, name: str, training: Training) -> None:
+    def _publish(self, name: str, training: Training) -> AdapterInfo:
         """Makes the masters the engine's newest version."""
-        self._engine.update_adapter(name, lora_pairs(training.masters, training.shapes))
-        training.entry = self._engine._adapters.get(name)
-        training.stale = False
-
-    def _check_entry(self, name: str, training: Training) -> None:
-        """Raises AdapterError unless the engine has the version that the trainer has made."""
-        loaded = {info.name: info.version for info in self._engine.adapters()}
-        made = training.entry.info.version
-        if loaded.get(name) != made:
-            raise AdapterError(
-                "an adapter in training was unloaded or replaced in the engine",
-                key=name,
-                expected=f"version {made}",
-                found=f"version {loaded[name]}" if name in loaded else "none of this name",
-                hint="save_adapter what the trainer has, then remove_adapter it",
-            )
+        params = lora_pairs(training.masters, training.shapes)
+        info = self._engine.update_adapter(name, params, trainer=self)
+        training.version, training.stale = info.version, False
+        return info
 
     def _in_slots(self, names: Sequence[str]) -> dict[str, InTraining]:
         """Gives each adapter a slot. They are theirs while nothing else is asked of the engine."""
-        engine = self._engine
-        engine._check_bank()
-        for name in names:
-            self._check_entry(name, self._adapters[name])
         for name in names:
             if self._adapters[name].stale:
                 self._publish(name, self._adapters[name])
-        pool, held = engine._adapters, []
-        try:
-            for name in names:
-                entry = self._adapters[name].entry
-                if not pool.acquire(entry):
-                    raise AdapterError(
-                        "no slot can be had for an adapter of the batch: each is pinned, in use by "
-                        "a running request, or of the same batch",
-                        key=name,
-                        expected=f"at most {engine.options.max_adapters} adapters at a time",
-                        found=f"{len(names)} in the batch",
-                        hint="use smaller batches, or build the engine with a larger max_adapters",
-                    )
-                held.append(entry)
-            return {
-                name: InTraining(entry.slot, self._adapters[name].masters)
-                for name, entry in zip(names, held, strict=True)
-            }
-        finally:
-            for entry in held:
-                pool.release(entry)
+        slots = self._engine.adapter_slots(names)
+        return {
+            name: InTraining(slot, self._adapters[name].masters)
+            for name, slot in zip(names, slots, strict=True)
+        }
 
     def _every_projection(self) -> dict[str, Projection]:
         """The base model's, also those without slots in the engine: a file's names mean them."""

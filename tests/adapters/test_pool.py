@@ -218,6 +218,19 @@ def test_a_request_that_only_waits_keeps_no_slot():
     assert pool.acquire(entries["a"])
 
 
+def test_adapters_that_need_slots_at_the_same_time():
+    pool, _, entries = make(2, "abc")
+    assert pool.place_all(["c", "a"]) == [entries["c"].slot, entries["a"].slot]
+    assert run(pool, entries["b"])
+    with pytest.raises(AdapterError, match="no slot can be had") as error:
+        pool.place_all(["a", "c"])
+    assert error.value.key == "c"
+    with pytest.raises(AdapterError, match="is loaded"):
+        pool.place_all(["a", "none"])
+    assert all(not entry.running for name, entry in entries.items() if name != "b")
+    assert pool.place_all([]) == []
+
+
 # ---- versions ------------------------------------------------------------------------------------
 def test_replacing_an_idle_adapter_takes_its_slot():
     pool, written, entries = make(2, "ab")
@@ -284,6 +297,40 @@ def test_unloading_that_lets_requests_finish():
     assert old.slot is None and old.adapter is None and pool.free == 1
     pool.remove("b", "finish")
     assert pool.free == 2, "nobody used it"
+
+
+class Somebody:
+    """Who trains."""
+
+
+def test_only_its_trainer_replaces_an_adapter_and_nobody_unloads_it():
+    pool, _, _ = make(2, "b")
+    trainer = Somebody()
+    pool.update("a", params(), trainer)
+    before = list(pool)
+    for other in (None, Somebody()):
+        with pytest.raises(AdapterError, match="in training"):
+            pool.check_trainer("a", other)
+    for when_busy in ("refuse", "finish"):
+        with pytest.raises(AdapterError, match="in training"):
+            pool.remove("a", when_busy)
+    assert list(pool) == before
+    pool.check_trainer("a", trainer)
+    pool.check_trainer("b", trainer)
+    assert pool.update("a", params(), trainer).info.version == 2
+    pool.end_training("a")
+    pool.end_training("b")  # it had none
+    pool.check_trainer("a", Somebody())
+    pool.remove("a")
+
+
+def test_a_trainer_that_is_gone_has_nothing():
+    pool, _, _ = make(1, "")
+    trainer = Somebody()
+    pool.update("a", params(), trainer)
+    del trainer
+    pool.check_trainer("a")
+    pool.remove("a")
 
 
 @pytest.mark.parametrize("way", ["", "wait", None, 3])

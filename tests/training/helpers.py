@@ -59,5 +59,10 @@ def gradients(trainer: Trainer, name: str) -> list[np.ndarray]:
 def state(trainer: Trainer, engine: Engine, name: str) -> list[np.ndarray]:
     """All that there is of an adapter: masters, moments, and its slot."""
     training = trainer._adapters[name]
-    slot = [array[training.entry.slot] for array in jax.tree.leaves(engine.bank.arrays)]
-    return arrays((training.masters, training.moments, slot))
+    slot = slot_of(engine, name)
+    in_slot = [array[slot] for array in jax.tree.leaves(engine.bank.arrays)]
+    return arrays((training.masters, training.moments, in_slot))
+
+
+def slot_of(engine: Engine, name: str) -> int:
+    return next(info.slot for info in engine.adapters() if info.name == name)

@@ -7,7 +7,7 @@ import pytest
 
 from lora_moe_jax.training import Trainer
 from tests.serving.helpers import constant_adapter
-from tests.training.helpers import add, data, gradients, same, state
+from tests.training.helpers import add, data, gradients, same, slot_of, state
 
 OWN = [("a", 33), ("a", 7), ("a", 40)]
 OTHERS = [("b", 21), ("c", 65), ("b", 9)]
@@ -54,8 +54,7 @@ def test_an_adapter_full_of_nan_changes_no_bit_and_takes_no_step(pair, value):
     for i, name in enumerate("ab"):
         add(trainer, engine, name, seed=i)
     logprobs, loss, bits = alone(trainer)
-    slot = trainer._adapters["b"].entry.slot
-    engine._writer.write(slot, constant_adapter(engine, value, rank=4))
+    engine._writer.write(slot_of(engine, "b"), constant_adapter(engine, value, rank=4))
     others = data([("b", 21), ("b", 65), ("b", 9)], seed=1)
     before = state(trainer, engine, "b")[:-1]
     result = trainer.forward_backward(mixed(data(OWN), others))

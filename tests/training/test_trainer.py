@@ -9,7 +9,7 @@ import pytest
 from lora_moe_jax import AdapterError, ConfigError, Engine, RequestError, read_adapter
 from lora_moe_jax.training import Datum, LoraConfig, Trainer
 from tests.adapters.tables import table
-from tests.training.helpers import arrays, data, gradients, same, scores
+from tests.training.helpers import arrays, data, gradients, same, scores, state
 
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
@@ -190,26 +190,55 @@ def test_bad_losses_change_nothing(pair):
     assert same(gradients(trainer, "a"), first)
 
 
-def test_an_adapter_that_the_engine_has_not_any_more(pair):
+def test_nobody_else_touches_an_adapter_in_training(pair, tmp_path):
     engine, trainer = pair()
     for name in "ab":
         trainer.add_adapter(name, LoraConfig(rank=1))
-    both = data([("b", 20), ("a", 20)])
-    trainer.forward_backward(both)
-    before = arrays((trainer._adapters["a"].masters, trainer._adapters["b"].masters))
-    engine.unload_adapter("a")
-    for call in (trainer.forward_backward, lambda batch: trainer.optim_step(["b", "a"], 0.1)):
-        with pytest.raises(AdapterError, match="unloaded or replaced"):
-            call(both)
-    engine.update_adapter("a", {})
-    with pytest.raises(AdapterError, match="unloaded or replaced"):
-        trainer.forward_backward(both)
-    assert same(arrays((trainer._adapters["a"].masters, trainer._adapters["b"].masters)), before)
+    trainer.forward_backward(data([("a", 20)]))
+    trainer.save_adapter("a", tmp_path / "a")
+    loaded, slots = engine.adapters(), state(trainer, engine, "a")
+    for call in (
+        lambda: engine.unload_adapter("a"),
+        lambda: engine.unload_adapter("a", when_busy="finish"),
+        lambda: engine.load_adapter("a", tmp_path / "a"),
+        lambda: engine.update_adapter("a", {}),
+        lambda: engine.update_adapter("a", {}, trainer=Trainer(engine, token_buckets=[64])),
+    ):
+        with pytest.raises(AdapterError, match="in training") as error:
+            call()
+        assert error.value.key == "a" and "Trainer.remove_adapter" in error.value.hint
+        assert engine.adapters() == loaded and same(state(trainer, engine, "a"), slots)
+    version = trainer.optim_step("a", 0.1)["a"].version
+    assert version == loaded[0].version + 1
+
     trainer.remove_adapter("a")
     with pytest.raises(AdapterError, match="in training"):
         trainer.optim_step("a", 0.1)
+    assert engine.load_adapter("a", tmp_path / "a").version == version + 1
+    engine.unload_adapter("a")
     trainer.forward_backward(data([("b", 20)]))
     trainer.optim_step("b", 0.1)
+
+
+def test_the_adapters_of_a_trainer_that_is_gone(pair):
+    engine, _ = pair()
+    trainer = Trainer(engine, token_buckets=[64])
+    trainer.add_adapter("a", LoraConfig(rank=1))
+    with pytest.raises(AdapterError, match="in training"):
+        engine.unload_adapter("a")
+    del trainer
+    engine.unload_adapter("a")
+
+
+def test_more_adapters_in_a_batch_than_slots(pair):
+    engine, trainer = pair()
+    for name in "abcde":
+        trainer.add_adapter(name, LoraConfig(rank=1))
+    with pytest.raises(AdapterError, match="no slot can be had") as error:
+        trainer.forward_backward(data([(name, 20) for name in "abcde"]))
+    assert error.value.found == "5 in the batch"
+    trainer.forward_backward(data([(name, 20) for name in "abcd"]))
+    trainer.forward_backward(data([("e", 20)]))
 
 
 def test_bad_adapters_and_steps(pair):

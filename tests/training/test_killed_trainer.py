@@ -1,0 +1,46 @@
+"""Trainers that are killed and go on from the disk have the bits of one that never was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training.killed_trainer import FAMILY, begin, digest, train
+
+ROOT = Path(__file__).parents[2]
+
+
+def killed(folder: Path, rounds: int, seed: int) -> list[dict]:
+    """Runs the program: what each process had after each step."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.training.killed_trainer"]
+        + [str(folder), str(rounds), str(seed)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-5000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_at_some_moments(pair, tmp_path, rounds):
+    told = killed(tmp_path / "states", rounds, seed=rounds)
+    assert len({line["round"] for line in told if line["restored"]}) == rounds + 1
+    assert told[-1]["step"] >= rounds + 2, "the disk has a step more of each"
+
+    _, trainer = pair(FAMILY)
+    begin(trainer)
+    rng = np.random.default_rng(1)
+    bits = [digest(trainer, rng)]
+    for step in range(told[-1]["step"]):
+        train(trainer, step, rng)
+        bits.append(digest(trainer, rng))
+    assert [line for line in told if line["bits"] != bits[line["step"]]] == []
