@@ -6,7 +6,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import gpu_sizes
 from pallas_kernels.paged_attention.gpu_attention import attention_kernel
+from pallas_kernels.paged_attention.gpu_gradients import attention_gradients
 from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, LINES_OF_CONSUMER, ROWS, Sizes
+
+__all__ = [
+    "attention_gradients",
+    "check_grouped",
+    "check_latent",
+    "paged_attention",
+    "paged_latent_attention",
+]
 
 MIN_PAGE = 8  # positions: the tensor core's unit
 MAX_VALUE_LINES = 2 * LINES_OF_CONSUMER  # of two warpgroups
