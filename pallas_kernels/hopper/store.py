@@ -8,8 +8,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
-def store_rows(buffer, target, first_row, count, rows, columns):
+def store_rows(buffer, target, first_row, count, rows, *rest):
     """Stores the first `count` of a buffer's `rows` rows, in pieces of powers of two.
+
+    `rest` says where in the target's other axes.
 
     The copy engine's boxes have static sizes, and rows past `count` belong to others.
     """
@@ -17,7 +19,7 @@ def store_rows(buffer, target, first_row, count, rows, columns):
     def copy(offset, size):
         plgpu.copy_smem_to_gmem(
             buffer.at[pl.ds(offset, size)],
-            target.at[pl.ds(first_row + offset, size), columns],
+            target.at[pl.ds(first_row + offset, size), *rest],
             commit_group=False,
         )
 
@@ -25,7 +27,7 @@ def store_rows(buffer, target, first_row, count, rows, columns):
 
     @pl.when(count < rows)
     def _pieces():
-        size = 1 << ((rows - 1).bit_length() - 1)
+        size = 1 << (rows - 1).bit_length() >> 1
         while size:
             # What the larger pieces have stored: the higher bits of count.
             offset = count & (-2 * size)

@@ -15,15 +15,20 @@ wholly past a row's position (or before its window) changes no bit of it. So bit
 the tile, the chunk or the batch. Values of positions that no row of the tile sees are set to zero,
 as they may be anything, and 0 x NaN is NaN.
 
+Sums begin anew at every multiple of the split's size, and are joined in order (`gpu_join.py`). In a
+large batch a program has all of a unit's sequence and joins as it goes. In a small one units are
+runs of splits, as many as there are programs; they store each split's sums, and a second kernel
+joins them. Both do the same to a row, so bits do not depend on which it is, either.
+
 With many columns of values (latents) two warpgroups have half of O's columns each, and take blocks
 in pairs. Each makes S and P of one block; they agree on the maximum, and P goes to the other by the
 memory of the block's rotary keys, which nobody needs any more. Shared memory holds but one pair, so
 that it is loaded and given back in small pieces: first those that are used last by one consumer.
+Registers hold one split's sums: between splits those of all before lie in memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -37,8 +42,17 @@ from pallas_kernels.hopper.accumulate import continued
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import drain, overlaid, two_views, views_of
 from pallas_kernels.hopper.store import store_rows, whole_lines
+from pallas_kernels.paged_attention.gpu_join import join_kernel, mean
 from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, ROWS, Sizes
-from pallas_kernels.paged_attention.tiles import TILE_WORDS, token_tiles
+from pallas_kernels.paged_attention.gpu_splits import (
+    Sums,
+    join_split,
+    memory_of_sums,
+    no_sums,
+    store_split,
+)
+from pallas_kernels.paged_attention.gpu_units import Loader, Unit, stage_of, unit_at
+from pallas_kernels.paged_attention.tiles import first_of_tile, split_runs, token_tiles
 
 
 def attention_kernel(sizes: Sizes, q, caches, view):
@@ -51,22 +65,57 @@ def attention_kernel(sizes: Sizes, q, caches, view):
     Returns:
       [T, H, columns of the values] in q's dtype.
     """
-    s = sizes
-    # Rows of a unit's heads together, so that those of a tile follow each other.
-    rows_of_part = s.tokens * s.group
-    q = q.reshape(s.tokens, s.parts, s.group, -1).swapaxes(0, 1)
-    q = q.reshape(s.parts, rows_of_part, -1)
+    positions = view.page_tables.shape[1] * sizes.page
+    s = sizes.spread_over(positions, PROGRAMS)
+    tiles, units = token_tiles(view, s.tile), s.tokens * s.parts
+    if s.spread:
+        most = PROGRAMS // s.parts
+        tiles, units = split_runs(tiles, s.split, s.window, s.spread, most), most * s.parts
+    programs = min(PROGRAMS, units)
+    one_split = s.splits(positions) == 1
+    shape = (s.tokens, s.heads) if s.boxes else (s.parts, s.tokens * s.group)
+    if not s.boxes:
+        q = q.reshape(s.tokens, s.parts, s.group, -1).swapaxes(0, 1).reshape(*shape, -1)
+    columns = whole_lines(s.value_lines * LINE, LINE)
+    y = jax.ShapeDtypeStruct((*shape, columns), q.dtype)
+    kernel = plgpu.kernel(
+        functools.partial(_body, s, programs, len(caches), one_split),
+        out_type=[*([] if s.spread else [y]), *memory_of_sums(s, programs, one_split)],
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=s.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=_scratch(s, q.dtype),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        kernel_name=s.name(),
+    )
+    y, *rest = kernel(*tiles, view.page_tables, q, *caches)
+    if s.spread:
+        y = join_kernel(s, view, first_of_tile(view, s.tile), y, *rest, q.dtype)
+    y = y[..., : s.value_lines * LINE]
+    if not (s.spread or s.boxes):
+        y = y.reshape(s.parts, s.tokens, s.group, -1).swapaxes(0, 1)
+    return y.reshape(s.tokens, s.heads, -1)
+
+
+def _scratch(s: Sizes, dtype):
+    """Shared memory and barriers."""
     tiled = (plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(128))
-    stored = (plgpu.TilingTransform((1, LINE)), plgpu.SwizzleTransform(128))
-    programs = min(PROGRAMS, s.tokens * s.parts)
+    rows = (s.tile, s.group) if s.boxes else (ROWS,)
     scratch = dict(
         # The result takes the place of the queries.
         q_stage=overlaid(
-            two_views((s.key_lines, ROWS, LINE), q.dtype),
-            [plgpu.SMEM((s.value_lines, ROWS, LINE), q.dtype, transforms=stored)],
+            *(
+                two_views((lines, ROWS, LINE), dtype, load_shape=(lines, *rows, LINE))
+                for lines in (s.key_lines, s.value_lines)
+            ),
             interpreted=s.interpreted,
         ),
-        stages=plgpu.SMEM((s.stages, sum(s.lines), BLOCK, LINE), q.dtype, transforms=tiled),
+        stages=plgpu.SMEM((s.stages, sum(s.lines), BLOCK, LINE), dtype, transforms=tiled),
         q_full=plgpu.Barrier(num_arrivals=s.key_lines),
         scored=plgpu.Barrier(num_arrivals=s.consumers),
         stored=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=1),
@@ -76,57 +125,47 @@ def attention_kernel(sizes: Sizes, q, caches, view):
         ],
         empty=[plgpu.Barrier(num_barriers=s.stages) for _ in s.pieces(0)],
     )
+    if s.spread and s.staged:
+        half = (plgpu.TilingTransform((1, LINE // 2)), plgpu.SwizzleTransform(128))
+        scratch["partial"] = plgpu.SMEM((s.value_lines, ROWS, LINE), jnp.float32, transforms=half)
     if s.consumers > 1:
         scratch["exchanged"] = plgpu.SMEM((s.consumers, ROWS), jnp.float32)
         scratch["maxima"] = plgpu.Barrier(num_arrivals=s.consumers)
         scratch["weighted"] = plgpu.Barrier(num_arrivals=s.consumers)
     elif s.interpreted:
         # The interpreter multiplies only what is in shared memory.
-        scratch["weights"] = plgpu.SMEM((ROWS, BLOCK), q.dtype)
-    kernel = plgpu.kernel(
-        functools.partial(_body, s, programs, len(caches)),
-        out_type=jax.ShapeDtypeStruct(
-            (s.parts, rows_of_part, whole_lines(s.value_lines * LINE, LINE)), q.dtype
-        ),
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=s.consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-        ),
-        kernel_name=s.name(),
-    )
-    y = kernel(*token_tiles(view, s.tile), view.page_tables, q, *caches)
-    y = y[:, :, : s.value_lines * LINE].reshape(s.parts, s.tokens, s.group, -1)
-    return y.swapaxes(0, 1).reshape(s.tokens, s.heads, -1)
+        scratch["weights"] = plgpu.SMEM((ROWS, BLOCK), dtype)
+    return scratch
 
 
 def _body(
-    sizes: Sizes, programs: int, cache_count: int, count, words, page_tables, q, *refs, **scratch
+    sizes: Sizes,
+    programs: int,
+    cache_count: int,
+    one_split: bool,
+    count,
+    words,
+    page_tables,
+    q,
+    *refs,
+    **scratch,
 ):
-    caches, y = refs[:cache_count], refs[cache_count]
+    caches, results = refs[:cache_count], refs[cache_count:]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     units = count[0] * sizes.parts
     mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
-    kernel = _Kernel(sizes, words, page_tables, q, caches, y, **scratch)
+    loader = Loader(sizes, page_tables, caches, *(scratch[x] for x in ("stages", "full", "empty")))
+    consumers = _Consumers(sizes, one_split, q, results, program, **scratch)
 
-    def unit_at(i):
-        return kernel.unit_at(program + i * programs)
+    def unit(i):
+        return unit_at(sizes, words, program + i * programs)
 
     @pl.when(warpgroup == sizes.consumers)
     def _memory():
         if sizes.consumers > 1:
             plgpu.set_max_registers(40, action="decrease")
-
-        def load(i, step):
-            return kernel.load_unit(unit_at(i), step)
-
-        steps = lax.fori_loop(0, mine, load, jnp.int32(0))
-        for empty in kernel.empty:
+        steps = lax.fori_loop(0, mine, lambda i, step: loader.load(unit(i), step), jnp.int32(0))
+        for empty in loader.empty:
             drain(empty, steps, sizes.stages)
 
     @pl.when(warpgroup < sizes.consumers)
@@ -135,45 +174,22 @@ def _body(
             plgpu.set_max_registers(232, action="increase")
 
         def compute(i, step):
-            return kernel.compute_unit(unit_at(i), i, step, warpgroup)
+            return consumers.compute(unit(i), i, step, warpgroup)
 
         lax.fori_loop(0, mine, compute, jnp.int32(0))
-        pl.when(warpgroup == 0)(lambda: drain(kernel.stored, mine, 1))
+        pl.when(warpgroup == 0)(lambda: drain(consumers.stored, mine, 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Unit:
-    """A tile of tokens and a part of the heads; it sees rounds [first_round, end_round).
-
-    A round is one block for each consumer.
-    """
-
-    part: jax.Array
-    token: jax.Array
-    tokens: jax.Array
-    request: jax.Array
-    position: jax.Array
-    first: jax.Array  # the first position that its first token sees
-    first_round: jax.Array
-    end_round: jax.Array
-
-    @property
-    def last(self):
-        """The position of the last token."""
-        return self.position + self.tokens - 1
-
-
-class _Kernel:
-    """The two roles of a program, over the kernel's references."""
+class _Consumers:
+    """The warpgroups that multiply, over the kernel's references."""
 
     def __init__(
         self,
         sizes,
-        words,
-        page_tables,
+        one_split,
         q,
-        caches,
-        y,
+        results,
+        program,
         q_stage,
         stages,
         q_full,
@@ -181,140 +197,72 @@ class _Kernel:
         stored,
         full,
         empty,
+        partial=None,
         weights=None,
         exchanged=None,
         maxima=None,
         weighted=None,
     ):
-        self.sizes, self.words, self.page_tables = sizes, words, page_tables
-        self.q, self.caches, self.y = q, caches, y
-        views = views_of(q_stage, 2, 1, interpreted=sizes.interpreted)
-        (self.q_load, self.q_stage), (self.out,) = views
+        self.sizes, self.one_split, self.q = sizes, one_split, q
+        self.results, self.program, self.partial = results, program, partial
+        views = views_of(q_stage, 2, 2, interpreted=sizes.interpreted)
+        (self.q_load, self.q_stage), (self.out_store, self.out) = views
         self.stages, self.weights = stages, weights
         self.q_full, self.scored, self.stored = q_full, scored, stored
         self.full, self.empty = full, empty
         self.exchanged, self.maxima, self.weighted = exchanged, maxima, weighted
 
-    def unit_at(self, index) -> _Unit:
-        s = self.sizes
-        tile = lax.div(index, jnp.int32(s.parts))
-        token, tokens, request, position = (
-            self.words[tile * TILE_WORDS + word] for word in range(TILE_WORDS)
-        )
-        first = jnp.int32(0) if s.window is None else jnp.maximum(position - s.window + 1, 0)
-        round_size = s.consumers * BLOCK
-        first_round = lax.div(first, jnp.int32(round_size))
-        end_round = lax.div(position + tokens + (round_size - 1), jnp.int32(round_size))
-        return _Unit(
-            part=lax.rem(index, jnp.int32(s.parts)),
-            token=token,
-            tokens=tokens,
-            request=request,
-            position=position,
-            first=first,
-            first_round=first_round,
-            end_round=jnp.where(request >= 0, end_round, 0),
-        )
-
-    def stage_of(self, step):
-        return lax.rem(step, jnp.int32(self.sizes.stages))
-
-    # The memory warpgroup.
-
-    def load_unit(self, unit: _Unit, step):
-        s = self.sizes
-
-        def load(round_, state):
-            pages, step = state
-            # Read now, needed for the next round.
-            following = self.pages_of_round(unit, round_ + 1)
-            pieces = [s.pieces(owner) for owner in range(s.consumers)]
-            for number in range(len(pieces[0])):
-                for owner in range(s.consumers):
-                    stage = self.stage_of(step + owner)
-
-                    @pl.when(step >= s.stages)
-                    def _wait(empty=self.empty[number].at[stage]):
-                        plgpu.barrier_wait(empty)
-
-                    block = round_ * s.consumers + owner
-                    full = self.full[number].at[stage]
-                    self.load_lines(unit, block, pages[owner], stage, pieces[owner][number], full)
-            return following, step + s.consumers
-
-        start = self.pages_of_round(unit, unit.first_round), step
-        return lax.fori_loop(unit.first_round, unit.end_round, load, start)[1]
-
-    def pages_of_round(self, unit: _Unit, round_):
-        first = round_ * self.sizes.consumers
-        return tuple(self.pages_of(unit, first + i) for i in range(self.sizes.consumers))
-
-    def pages_of(self, unit: _Unit, block):
-        """The pages of a block; past the last position, where entries mean nothing, the last."""
-        s, request = self.sizes, jnp.maximum(unit.request, 0)
-        last = lax.div(unit.last, jnp.int32(s.page))
-        starts = [block * BLOCK + number * s.copy for number in range(BLOCK // s.copy)]
-        return tuple(
-            self.page_tables[request, jnp.minimum(lax.div(start, jnp.int32(s.page)), last)]
-            for start in starts
-        )
-
-    def load_lines(self, unit: _Unit, block, pages, stage, lines, full):
-        s = self.sizes
-        head = lax.div(unit.part, jnp.int32(s.units_of_head))
-        places = [(c, i) for c, n in zip(self.caches, s.lines, strict=True) for i in range(n)]
-        for number, page in enumerate(pages):
-            inside = lax.rem(block * BLOCK + number * s.copy, jnp.int32(s.page))
-            positions = pl.ds(pl.multiple_of(inside, s.copy), s.copy)
-            for line in lines:
-                cache, i = places[line]
-                plgpu.copy_gmem_to_smem(
-                    cache.at[page, positions, head, pl.ds(i * LINE, LINE)],
-                    self.stages.at[stage, line, pl.ds(number * s.copy, s.copy)],
-                    full,
-                )
-
-    # The consumer warpgroups.
-
-    def compute_unit(self, unit: _Unit, i, step, warpgroup):
+    def compute(self, unit: Unit, i, step, warpgroup):
         s = self.sizes
         pl.when(warpgroup == 0)(functools.partial(self.load_queries, unit, i))
         plgpu.barrier_wait(self.q_full)
-        of_row = plgpu.Layout.WGMMA.reduce(1)
-        start = (
-            plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), of_row),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), of_row),
-            tuple(
-                plgpu.layout_cast(jnp.zeros((ROWS, LINE), jnp.float32), plgpu.Layout.WGMMA)
-                for _ in range(s.value_lines // s.consumers)
-            ),
-            step,
-        )
         attend = functools.partial(self.attend, unit, self.positions_of_rows(unit), warpgroup)
-        _, total, sums, step = lax.fori_loop(unit.first_round, unit.end_round, attend, start)
-        if s.consumers > 1:
-            self.exchanged[warpgroup] = total
-        # Nobody reads the queries any more.
-        plgpu.barrier_arrive(self.scored)
-        plgpu.barrier_wait(self.scored)
-        if s.consumers > 1:
-            total = self.of_consumer(0) + self.of_consumer(1)
-        self.store(unit, warpgroup, total, sums)
+
+        def attend_split(split, state):
+            before, step = state
+            first = jnp.maximum(unit.first_round, split * s.rounds)
+            end = jnp.minimum(unit.end_round, (split + 1) * s.rounds)
+            sums, step = lax.fori_loop(first, end, attend, (no_sums(s), step))
+            if s.spread:
+                store_split(s, unit, split, sums, self.results, self.partial, warpgroup)
+                return before, step
+            rows = self.results[-1].at[self.program]
+            return join_split(s, unit, split, before, sums, rows, warpgroup), step
+
+        if self.one_split:
+            start = no_sums(s), step
+            sums, step = lax.fori_loop(unit.first_round, unit.end_round, attend, start)
+        else:
+            start = None if s.spread else no_sums(s), step
+            sums, step = lax.fori_loop(unit.first_split, unit.end_split, attend_split, start)
+        if s.spread:
+            if s.staged:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.stored.at[0])
+        else:
+            self.finish(unit, warpgroup, sums)
         return step
 
-    def load_queries(self, unit: _Unit, i):
+    def load_queries(self, unit: Unit, i):
         @pl.when(i > 0)
         def _wait():
             plgpu.barrier_wait(self.stored.at[0])
 
-        for line in range(self.sizes.key_lines):
-            rows = pl.ds(unit.token * self.sizes.group, ROWS)
-            source = self.q.at[unit.part, rows, pl.ds(line * LINE, LINE)]
-            plgpu.copy_gmem_to_smem(source, self.q_load.at[line], self.q_full)
-
-    def attend(self, unit: _Unit, positions, warpgroup, round_, state):
         s = self.sizes
-        maximum, total, sums, step = state
+        for line in range(s.key_lines):
+            columns, first = pl.ds(line * LINE, LINE), unit.token
+            if s.boxes:
+                rows = self.q.at[pl.ds(first, s.tile), self.heads_of(unit), columns]
+            else:
+                rows = self.q.at[unit.part, pl.ds(first * s.group, ROWS), columns]
+            plgpu.copy_gmem_to_smem(rows, self.q_load.at[line], self.q_full)
+
+    def heads_of(self, unit: Unit):
+        return pl.ds(unit.part * self.sizes.group, self.sizes.group)
+
+    def attend(self, unit: Unit, positions, warpgroup, round_, state):
+        s = self.sizes
+        (maximum, total, lines), step = state
         block = round_ * s.consumers + warpgroup
         scores = self.masked(positions, block, self.scores(unit, block, step, warpgroup))
         new_maximum = jnp.maximum(maximum, scores.max(axis=1))
@@ -329,18 +277,18 @@ class _Kernel:
         weights = jnp.exp2(scores - lax.broadcast_in_dim(base, scores.shape, [0]))
         total = total * correction + weights.sum(axis=1)
         correction = lax.broadcast_in_dim(correction, (ROWS, LINE), [0])
-        sums = tuple(its * correction for its in sums)
-        sums = self.add_values(warpgroup, step, weights.astype(self.stages.dtype), sums)
-        return new_maximum, total, sums, step + s.consumers
+        lines = tuple(line * correction for line in lines)
+        lines = self.add_values(warpgroup, step, weights.astype(self.stages.dtype), lines)
+        return Sums(new_maximum, total, lines), step + s.consumers
 
     def of_consumer(self, warpgroup):
         """What a consumer has put into `exchanged`, one number for each row."""
         numbers = plgpu.load(self.exchanged.at[warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
         return plgpu.layout_cast(numbers, plgpu.Layout.WGMMA.reduce(1))
 
-    def scores(self, unit: _Unit, block, step, warpgroup):
+    def scores(self, unit: Unit, block, step, warpgroup):
         """Q · Kᵀ, scaled for powers of two."""
-        s, stage = self.sizes, self.stage_of(step + warpgroup)
+        s, stage = self.sizes, stage_of(self.sizes, step + warpgroup)
         first, stop = unit.first - block * BLOCK, unit.last + 1 - block * BLOCK
 
         def multiply(accumulator):
@@ -361,7 +309,7 @@ class _Kernel:
         scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK)))
         return scores * (s.scale * math.log2(math.e))
 
-    def positions_of_rows(self, unit: _Unit):
+    def positions_of_rows(self, unit: Unit):
         """The position of each row's token."""
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
         return unit.position + lax.div(row, jnp.int32(self.sizes.group))
@@ -381,7 +329,7 @@ class _Kernel:
         Gives pieces back as their last products end.
         """
         s, half = self.sizes, len(self.full) // 2
-        stage, left = self.stage_of(step + warpgroup), weights
+        stage, left = stage_of(s, step + warpgroup), weights
         if s.interpreted:
             left = self.stages.at[stage, s.value_lines] if s.consumers > 1 else self.weights
         if s.consumers == 1:
@@ -412,7 +360,7 @@ class _Kernel:
 
             multiply(left, stage, own)
             if others:
-                other = self.stage_of(step + 1 - warpgroup)
+                other = stage_of(s, step + 1 - warpgroup)
                 for full in self.full[half:]:
                     plgpu.barrier_wait(full.at[other])
                 plgpu.barrier_wait(self.weighted)
@@ -437,18 +385,30 @@ class _Kernel:
             seen = (row >= first) & (row < stop)
             tile[...] = jnp.where(seen, values, jnp.zeros_like(values))
 
-    def store(self, unit: _Unit, warpgroup, total, sums):
-        """The weighted means; zeros for padding tokens."""
-        s = self.sizes
+    def finish(self, unit: Unit, warpgroup, sums: Sums):
+        """Stores the weighted means; zeros for padding tokens."""
+        s, total = self.sizes, sums.total
+        if s.consumers > 1:
+            self.exchanged[warpgroup] = total
+        # Nobody reads the queries any more.
+        plgpu.barrier_arrive(self.scored)
+        plgpu.barrier_wait(self.scored)
+        if s.consumers > 1:
+            total = self.of_consumer(0) + self.of_consumer(1)
         total = lax.broadcast_in_dim(total, (ROWS, LINE), [0])
-        lines = [warpgroup * len(sums) + number for number in range(len(sums))]
-        for line, its in zip(lines, sums, strict=True):
-            mean = jnp.where(total > 0, its / total, jnp.zeros_like(its))
-            self.out.at[line][...] = mean.astype(self.out.dtype)
+        lines = [warpgroup * len(sums.lines) + number for number in range(len(sums.lines))]
+        for line, its in zip(lines, sums.lines, strict=True):
+            self.out.at[line][...] = mean(its, total).astype(self.out.dtype)
         plgpu.commit_smem()
-        row, count = unit.token * s.group, unit.tokens * s.group
         for line in lines:
-            columns = pl.ds(line * LINE, LINE)
-            store_rows(self.out.at[line], self.y.at[unit.part], row, count, ROWS, columns)
+            self.store_line(unit, line)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.stored.at[0])
+
+    def store_line(self, unit: Unit, line):
+        s, y, columns = self.sizes, self.results[0], pl.ds(line * LINE, LINE)
+        rows, first, count = self.out_store.at[line], unit.token, unit.tokens
+        if s.boxes:
+            store_rows(rows, y, first, count, s.tile, self.heads_of(unit), columns)
+        else:
+            store_rows(rows, y.at[unit.part], first * s.group, count * s.group, ROWS, columns)

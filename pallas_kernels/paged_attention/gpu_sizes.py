@@ -12,7 +12,13 @@ LINE = 64  # columns of a copy: 128 bytes, the widest swizzle
 LINE_BYTES = 128 * BLOCK
 LINES_OF_CONSUMER = 4  # of values: more do not fit into a warpgroup's registers
 LINES_OF_PIECE = 2
-MOST_STAGES = 6
+MIN_STAGES, MOST_STAGES = 2, 6
+# Positions after which sums begin anew, to be joined: part of the contract, too. A join costs a
+# program 0.1 µs, and 3 µs where its sums lie in memory; a block of 64 takes 0.8 µs, a pair 5 µs.
+SPLIT = 256
+SHARED_SPLIT = 1024  # with two consumers
+WORTH = 4  # rounds, one after another, that take as long as a kernel that joins
+MOST_BYTES = 1 << 28  # of partial sums in memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +31,8 @@ class Sizes:
       key_lines: how many of them, from the first, are keys. first_value, value_lines: those that
         are values.
       page: positions of a page. window: how many positions a token sees, its own included.
+      spread: several programs share a sequence: they store partial sums of this many splits at
+        most. 0: a program has all of it.
     """
 
     tokens: int
@@ -38,6 +46,7 @@ class Sizes:
     window: int | None
     scale: float
     interpreted: bool
+    spread: int = 0
 
     @property
     def units_of_head(self) -> int:
@@ -60,6 +69,15 @@ class Sizes:
         return ROWS // self.group
 
     @property
+    def boxes(self) -> bool:
+        """Whether copies find a tile's queries, and put results, where the caller has them.
+
+        64 rows are a box of (token, head) then. Else, and in the interpreter, which sees no boxes
+        in rows, arrays are transposed so that a part's rows follow each other.
+        """
+        return ROWS % self.group == 0 and not self.interpreted
+
+    @property
     def copy(self) -> int:
         """Positions of one copy: a page, or the part of it that a block has."""
         return min(self.page, BLOCK)
@@ -69,9 +87,54 @@ class Sizes:
         return -(-self.value_lines // LINES_OF_CONSUMER)
 
     @property
+    def split(self) -> int:
+        """Positions of a split."""
+        return SPLIT if self.consumers == 1 else SHARED_SPLIT
+
+    @property
+    def round_size(self) -> int:
+        """Positions of a round: one block for each consumer."""
+        return self.consumers * BLOCK
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of a split."""
+        return self.split // self.round_size
+
+    @property
+    def staged(self) -> bool:
+        """Whether there is room for partial sums in shared memory; else a tile stores 64 rows."""
+        return self.consumers == 1
+
+    @property
+    def stride(self) -> int:
+        """Rows from a token's partial sums to the next one's."""
+        return self.group if self.staged else ROWS
+
+    def splits(self, positions: int) -> int:
+        """How many splits a tile may see where requests have up to so many positions."""
+        splits = -(-positions // self.split)
+        if self.window is not None:
+            splits = min(splits, (self.window + self.tile - 3) // self.split + 2)
+        return splits
+
+    def spread_over(self, positions: int, programs: int) -> Sizes:
+        """The same, spread if that is faster; bits are the same."""
+        splits, units = self.splits(positions), self.tokens * self.parts
+        seen = min(positions, (self.window or positions) + self.tile - 1)
+        saved = -(-seen // self.round_size) - self.rounds
+        idle = 4 * units <= 3 * programs
+        sums = 4 * splits * units * self.stride * self.value_lines * LINE
+        spread = dataclasses.replace(self, spread=splits)
+        faster = idle and saved >= WORTH and sums <= MOST_BYTES and spread.stages >= MIN_STAGES
+        return spread if faster else self
+
+    @property
     def stages(self) -> int:
         """Blocks in shared memory, a whole number for each consumer."""
         fixed = max(self.key_lines, self.value_lines) * LINE_BYTES
+        if self.spread and self.staged:
+            fixed += 2 * self.value_lines * LINE_BYTES
         stages = min(MOST_STAGES, (SHARED_MEMORY - fixed) // (sum(self.lines) * LINE_BYTES))
         return stages // self.consumers * self.consumers
 
@@ -93,7 +156,8 @@ class Sizes:
 
     def name(self) -> str:
         columns = f"k{self.key_lines * LINE}_v{self.value_lines * LINE}"
-        return f"paged_attention_h{self.heads}_g{self.kv_heads}_{columns}"
+        spread = "_spread" if self.spread else ""
+        return f"paged_attention_h{self.heads}_g{self.kv_heads}_{columns}{spread}"
 
 
 def grouped_sizes(q, k_pages, v_pages, scale, window, interpreted=False) -> Sizes:

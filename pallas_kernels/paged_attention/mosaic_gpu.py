@@ -7,7 +7,14 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention import gpu_sizes
 from pallas_kernels.paged_attention.gpu_attention import attention_kernel
 from pallas_kernels.paged_attention.gpu_gradients import attention_gradients
-from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, LINES_OF_CONSUMER, ROWS, Sizes
+from pallas_kernels.paged_attention.gpu_sizes import (
+    BLOCK,
+    LINE,
+    LINES_OF_CONSUMER,
+    MIN_STAGES,
+    ROWS,
+    Sizes,
+)
 
 __all__ = [
     "attention_gradients",
@@ -19,7 +26,6 @@ __all__ = [
 
 MIN_PAGE = 8  # positions: the tensor core's unit
 MAX_VALUE_LINES = 2 * LINES_OF_CONSUMER  # of two warpgroups
-MIN_STAGES = 2
 
 
 def check_grouped(q, k_pages, v_pages):

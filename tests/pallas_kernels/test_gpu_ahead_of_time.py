@@ -24,14 +24,17 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 16
+CALLS = 18
 # Descriptors of its 18 lines, kept for the loop: beside 576 columns of keys 30 loads do not count.
 # Gradients: what is needed before and after a unit's loop; one load is in the loop, over keys.
+# Whoever has a whole sequence of latents spills some more where splits are joined.
 MAY_SPILL = {  # bytes
-    "latent attention": 320,
+    "latent attention": 560,
+    "latent attention of few": 320,
     "attention gradients of queries": 144,
     "attention gradients of keys": 64,
 }
+KERNELS = {"attention of few": 2, "latent attention of few": 2}  # else one
 SPILL = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -57,11 +60,11 @@ def compile_all(name, tokens, rank, only=""):
 
 def check(reports):
     for said, report in reports:
-        assert report["kernels"] == 1, report
+        assert report["kernels"] == KERNELS.get(report["call"], 1), report
         spills = SPILL.findall(said)
-        assert len(spills) == 1, said
+        assert len(spills) == report["kernels"], said
         most = MAY_SPILL.get(report["call"], 0)
-        assert all(int(count) <= most for count in spills[0]), (report, said)
+        assert all(int(count) <= most for counts in spills for count in counts), (report, said)
         assert "serialized" not in said, (report, said)
 
 
@@ -71,7 +74,8 @@ def test_decode():
             "qwen3-30b-a3b",
             DECODE_TOKENS,
             16,
-            "gate_up gated,gate_up float32,shrink,dispatch,attention of groups of three,"
+            "gate_up gated,gate_up float32,shrink,dispatch,"
+            "attention of groups of three,attention of few,"
             "attention gradients of queries,attention gradients of keys",
         )
     )

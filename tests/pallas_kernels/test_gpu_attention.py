@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import PageView, paged_attention, paged_latent_attention
-from pallas_kernels.paged_attention import gpu_attention, gpu_sizes, reference
-from pallas_kernels.paged_attention.tiles import TILE_WORDS, token_tiles
+from pallas_kernels.paged_attention import gpu_attention, gpu_join, gpu_sizes, reference
+from pallas_kernels.paged_attention.tiles import RUN_WORDS, TILE_WORDS, split_runs, token_tiles
 from tests.pallas_kernels.gpu_interpreter import interpret
 
 pytestmark = pytest.mark.interpreter
@@ -29,7 +29,11 @@ BATCH = [(0, 149), (2, 8), *[(1, position) for position in range(60, 70)], (-1, 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Heads of the queries and of the cache (0: latents), widths of keys and values."""
+    """Heads of the queries and of the cache (0: latents), widths of keys and values.
+
+    `split` replaces the kernel's own sizes, of one consumer and of two; `spread` says whether
+    several programs share a sequence.
+    """
 
     heads: int
     kv_heads: int
@@ -37,6 +41,8 @@ class Case:
     v_width: int
     page: int = 16
     window: int | None = None
+    split: tuple[int, int] = (gpu_sizes.SPLIT, gpu_sizes.SHARED_SPLIT)
+    spread: bool = False
 
     @functools.cached_property
     def data(self):
@@ -95,10 +101,20 @@ class Case:
         return jax.jit(run)
 
     def run(self, tokens, seed=0):
-        if not INTERPRETED:
-            return np.asarray(self.kernel(*self.arguments(tokens, seed)))
-        with mock.patch.object(gpu_attention, "PROGRAMS", 2):
-            return interpret(self.kernel, *self.arguments(tokens, seed))
+        constants = dict(
+            zip(("SPLIT", "SHARED_SPLIT"), self.split, strict=True), WORTH=1 if self.spread else 99
+        )
+        with mock.patch.multiple(gpu_sizes, **constants):
+            if not INTERPRETED:
+                return np.asarray(self.kernel(*self.arguments(tokens, seed)))
+            # A sequence is spread where units leave a quarter of the programs idle.
+            units = len(tokens) * max(1, self.kv_heads)
+            programs = 2 + units * 4 // 3 if self.spread else 2
+            with (
+                mock.patch.object(gpu_attention, "PROGRAMS", programs),
+                mock.patch.object(gpu_join, "AHEAD", 2),
+            ):
+                return interpret(self.kernel, *self.arguments(tokens, seed))
 
     def expect(self, tokens):
         q, first, second, view = self.arguments(tokens)
@@ -125,10 +141,12 @@ SLOW_CASES = {
 
 
 def check(case: Case, tokens):
-    found, expected = case.run(tokens).astype(np.float64), case.expect(tokens)
+    result = case.run(tokens)
+    found, expected = result.astype(np.float64), case.expect(tokens)
     # Weights and results are rounded to bfloat16.
     assert np.abs(found - expected).max() <= 2**-6 * max(1, np.abs(expected).max())
     assert not found[np.array(tokens)[:, 0] < 0].any()
+    return result
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -156,6 +174,40 @@ def test_bits_do_not_depend_on_the_batch(name):
     assert np.array_equal(shuffled, together[order])
     alone = case.run([tokens[3]]).view(np.uint16)
     assert np.array_equal(alone[0], together[3])
+
+
+# Each with a row past two splits, and a tile whose rows see different ones.
+SPLIT_CASES = {
+    "grouped": (
+        Case(3, 1, 64, 64, page=64, split=(64, 128)),
+        [(0, 149), (-1, 0), (1, 63), (1, 64), (1, 65)],
+    ),
+    "a window": (
+        Case(2, 2, 64, 64, page=64, window=70, split=(64, 128)),
+        [(-1, 0), (0, 132), (0, 133), (0, 134)],
+    ),
+    "latents shared by two": (
+        Case(2, 0, 384, 64, page=64, split=(64, 128)),
+        [(0, 127), (0, 128), (-1, 0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT_CASES)
+def test_bits_do_not_depend_on_who_has_a_split(name):
+    """Programs with whole sequences, or with splits of them; then in another order, and alone."""
+    case, tokens = SPLIT_CASES[name]
+    spread = dataclasses.replace(case, spread=True)
+    with mock.patch.object(gpu_attention, "join_kernel", wraps=gpu_join.join_kernel) as join:
+        whole = check(case, tokens)
+        assert not join.called
+        order = [*range(2, len(tokens)), 0, 1]
+        shuffled = spread.run([tokens[i] for i in order], seed=1)
+        assert join.called
+    assert np.array_equal(shuffled.view(np.uint16), whole[order].view(np.uint16))
+    row = max(range(len(tokens)), key=lambda row: tokens[row][1])
+    alone = spread.run([tokens[row]] + [(-1, 0)] * (len(tokens) - 1))
+    assert np.array_equal(alone[0].view(np.uint16), whole[row].view(np.uint16))
 
 
 @settings(max_examples=50, deadline=None)
@@ -187,6 +239,56 @@ def test_tiles_cover_every_token_once(runs, height):
     )
     lengths = np.diff(np.flatnonzero(np.concatenate([[True], ~joined, [True]])))
     assert found.count[0] == sum(-(-lengths // height))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def runs_of(view, window, size):
+    return split_runs(token_tiles(view, 4), 8, window, 12, size)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    ends=st.lists(st.integers(-1, 90), min_size=1, max_size=6),
+    window=st.sampled_from([None, 3, 40]),
+    spare=st.sampled_from([0, 4]),
+)
+def test_runs_cover_every_split_once(ends, window, spare):
+    ends = np.array([*ends, *[-1] * (6 - len(ends))])
+    request, positions = np.where(ends < 0, -1, np.arange(6)), np.maximum(ends, 0)
+    view = PageView(request.astype(np.int32), positions.astype(np.int32), None)
+    found = runs_of(view, window, 6 + spare)
+    assert found.count[0] <= 6 + spare
+    runs = np.asarray(found.words).reshape(-1, RUN_WORDS)[: int(found.count[0])]
+    seen: dict[int, list[int]] = {}
+    for token, _, of, position, first, end in runs:
+        assert of == request[token] and position == positions[token] and first < end
+        seen.setdefault(token, []).extend(range(first, end))
+    firsts = 0 * ends if window is None else np.maximum(ends - window + 1, 0)
+    expected = {
+        token: list(range(firsts[token] // 8, end // 8 + 1))
+        for token, end in enumerate(ends)
+        if end >= 0
+    }
+    assert seen == expected
+    # No shorter runs would do.
+    longest = max((end - first for *_, first, end in runs), default=0)
+    lengths = np.array([len(splits) for splits in expected.values()])
+    if longest > 1:
+        assert (-(-lengths // (longest - 1))).sum() > 6 + spare
+
+
+def test_sequences_are_spread_where_programs_would_idle():
+    def spread(tokens, positions, **changed):
+        array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+        cache = array((9, 64, 4, 128))
+        sizes = gpu_sizes.grouped_sizes(array((tokens, 32, 128)), cache, cache, 1.0, None)
+        return dataclasses.replace(sizes, **changed).spread_over(positions, 132).spread
+
+    assert spread(1, 4096) == 16 and spread(24, 32768) == 128
+    assert spread(25, 32768) == 0  # 100 of 132 programs have work
+    assert spread(1, 256) == 0  # one split
+    assert spread(1, 4096, window=128) == 0 and spread(1, 4096, window=1024) == 6
+    assert spread(24, 1 << 20) == 0  # 1.6 GB of sums
 
 
 @pytest.mark.parametrize(

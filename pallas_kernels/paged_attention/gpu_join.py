@@ -1,0 +1,114 @@
+"""Joining the sums of splits of a sequence, in order of position.
+
+A split's sums are taken with a maximum of its own. To join what is before it and the split itself,
+both are scaled to the larger maximum. Whoever joins, a program that has the whole sequence or the
+kernel below, uses the same functions, so that bits are the same.
+
+Sums of no positions (maximum -inf, sums 0) change nothing but the sign of a zero, and the results
+have no negative zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.gpu_sizes import ROWS, Sizes
+
+AHEAD = 16  # splits that are loaded together: each load takes longer than a join
+THREADS = 128
+
+
+def factors(maximum, maximum_of_split):
+    """The joint maximum, and what the sums with either maximum are to be multiplied with."""
+    joint = jnp.maximum(maximum, maximum_of_split)
+    # Where neither has seen a position both are -inf; keep the arithmetic finite.
+    base = jnp.where(joint == -jnp.inf, jnp.zeros_like(joint), joint)
+    return joint, jnp.exp2(maximum - base), jnp.exp2(maximum_of_split - base)
+
+
+def joined(sums, factor, sums_of_split, factor_of_split):
+    return sums * factor + sums_of_split * factor_of_split
+
+
+def mean(sums, total):
+    """Zeros where no position was seen."""
+    return jnp.where(total > 0, sums / total, jnp.zeros_like(sums)) + 0.0
+
+
+def join_kernel(sizes: Sizes, view, first_of_tile, sums, maxima, totals, dtype):
+    """Joins what the programs of a spread sequence have stored.
+
+    Args:
+      first_of_tile: int32 [T], the first token of each token's tile.
+      sums: float32 [parts, splits, T x stride, columns in whole 128]; splits are counted from the
+        first that the tile sees.
+      maxima, totals: float32 [parts, splits, consumers, T x 64]; the maxima are all consumers'.
+
+    Returns:
+      [T, H, columns of sums].
+    """
+    s, columns = sizes, sums.shape[-1]
+    kernel = plgpu.kernel(
+        functools.partial(_body, s),
+        out_type=jax.ShapeDtypeStruct((s.tokens, s.heads, columns), dtype),
+        grid=(s.tokens, s.heads),
+        grid_names=("token", "head"),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        kernel_name=f"{s.name()}_join",
+    )
+    return kernel(view.request, view.positions, first_of_tile, sums, maxima, totals)
+
+
+def _body(sizes: Sizes, request, positions, first_of_tile, sums, maxima, totals, y):
+    s, consumers = sizes, range(sizes.consumers)
+    columns = y.shape[-1]
+    token, head = lax.axis_index("token"), lax.axis_index("head")
+    part, member = lax.div(head, jnp.int32(s.group)), lax.rem(head, jnp.int32(s.group))
+    first, position = first_of_tile[token], positions[token]
+    inside = (token - first) * s.group + member
+    begin, end = jnp.int32(0), lax.div(position, jnp.int32(s.split)) + 1
+    if s.window is not None:
+        # Splits before the window are not among those that count, nor before the tile's.
+        of_tile, begin = (
+            lax.div(jnp.maximum(p - s.window + 1, 0), jnp.int32(s.split))
+            for p in (position - (token - first), position)
+        )
+        begin, end = begin - of_tile, end - of_tile
+    end = jnp.where(request[token] >= 0, end, begin)
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // THREADS)
+
+    def vector(number):
+        return plgpu.layout_cast(jnp.full((columns,), number, jnp.float32), layout)
+
+    def load(split):
+        place = jnp.minimum(split, end - 1)
+        row = first * ROWS + inside
+        its = plgpu.load(sums.at[part, place, first * s.stride + inside], layout=layout)
+        maximum = jnp.where(split < end, maxima[part, place, 0, row], -jnp.inf)
+        return its, maximum, [totals[part, place, consumer, row] for consumer in consumers]
+
+    def join(number, state):
+        # All loads before the first join.
+        loaded = [load(begin + number * AHEAD + ahead) for ahead in range(AHEAD)]
+        for its, its_maximum, its_totals in loaded:
+            all_sums, maximum, all_totals = state
+            maximum, factor, its_factor = factors(maximum, vector(its_maximum))
+            pairs = zip(all_totals, its_totals, strict=True)
+            state = (
+                joined(all_sums, factor, its, its_factor),
+                maximum,
+                [joined(total, factor, vector(one), its_factor) for total, one in pairs],
+            )
+        return state
+
+    start = vector(0.0), vector(-jnp.inf), [vector(0.0) for _ in consumers]
+    times = lax.div(end - begin + (AHEAD - 1), jnp.int32(AHEAD))
+    all_sums, _, all_totals = lax.fori_loop(0, times, join, start)
+    y.at[token, head][...] = mean(all_sums, sum(all_totals[1:], all_totals[0])).astype(y.dtype)

@@ -1,0 +1,134 @@
+"""What a program of the Hopper attention kernel works on, and how it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, Sizes
+from pallas_kernels.paged_attention.tiles import RUN_WORDS, TILE_WORDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A tile of tokens and a part of the heads, over some splits of what the tile sees.
+
+    Splits are made of rounds, and a round of one block for each consumer.
+    """
+
+    part: jax.Array
+    token: jax.Array
+    tokens: jax.Array
+    request: jax.Array
+    position: jax.Array
+    first: jax.Array  # the first position that its first token sees
+    first_split: jax.Array
+    end_split: jax.Array
+    first_round: jax.Array
+    end_round: jax.Array
+
+    @property
+    def last(self):
+        """The position of the last token."""
+        return self.position + self.tokens - 1
+
+
+def unit_at(sizes: Sizes, words, index) -> Unit:
+    """The unit of this number; `words` are those of tiles, or of runs if sequences are spread."""
+    s = sizes
+    tile = lax.div(index, jnp.int32(s.parts))
+    each = RUN_WORDS if s.spread else TILE_WORDS
+    token, tokens, request, position, *run = (words[tile * each + word] for word in range(each))
+    first = jnp.int32(0) if s.window is None else jnp.maximum(position - s.window + 1, 0)
+    end = position + tokens
+    first_split, end_split = run or (_floor(first, s.split), _floor(end - 1, s.split) + 1)
+    if s.spread:
+        first_round = jnp.maximum(_floor(first, s.round_size), first_split * s.rounds)
+        end_round = jnp.minimum(_floor(end - 1, s.round_size) + 1, end_split * s.rounds)
+    else:
+        first_round, end_round = _floor(first, s.round_size), _floor(end - 1, s.round_size) + 1
+    return Unit(
+        part=lax.rem(index, jnp.int32(s.parts)),
+        token=token,
+        tokens=tokens,
+        request=request,
+        position=position,
+        first=first,
+        first_split=first_split,
+        end_split=jnp.where(request >= 0, end_split, first_split),
+        first_round=first_round,
+        end_round=jnp.where(request >= 0, end_round, 0),
+    )
+
+
+def stage_of(sizes: Sizes, step):
+    return lax.rem(step, jnp.int32(sizes.stages))
+
+
+class Loader:
+    """The memory warpgroup of a program: fills stages as they are given back."""
+
+    def __init__(self, sizes: Sizes, page_tables, caches, stages, full, empty):
+        self.sizes, self.page_tables, self.caches = sizes, page_tables, caches
+        self.stages, self.full, self.empty = stages, full, empty
+
+    def load(self, unit: Unit, step):
+        s = self.sizes
+
+        def load_round(round_, state):
+            pages, step = state
+            # Read now, needed for the next round.
+            following = self._pages_of_round(unit, round_ + 1)
+            pieces = [s.pieces(owner) for owner in range(s.consumers)]
+            for number in range(len(pieces[0])):
+                for owner in range(s.consumers):
+                    stage = stage_of(s, step + owner)
+
+                    @pl.when(step >= s.stages)
+                    def _wait(empty=self.empty[number].at[stage]):
+                        plgpu.barrier_wait(empty)
+
+                    block = round_ * s.consumers + owner
+                    full = self.full[number].at[stage]
+                    self._load_lines(unit, block, pages[owner], stage, pieces[owner][number], full)
+            return following, step + s.consumers
+
+        start = self._pages_of_round(unit, unit.first_round), step
+        return lax.fori_loop(unit.first_round, unit.end_round, load_round, start)[1]
+
+    def _pages_of_round(self, unit: Unit, round_):
+        first = round_ * self.sizes.consumers
+        return tuple(self._pages_of(unit, first + i) for i in range(self.sizes.consumers))
+
+    def _pages_of(self, unit: Unit, block):
+        """The pages of a block; past the last position, where entries mean nothing, the last."""
+        s, request = self.sizes, jnp.maximum(unit.request, 0)
+        last = _floor(unit.last, s.page)
+        starts = [block * BLOCK + number * s.copy for number in range(BLOCK // s.copy)]
+        return tuple(
+            self.page_tables[request, jnp.minimum(_floor(start, s.page), last)] for start in starts
+        )
+
+    def _load_lines(self, unit: Unit, block, pages, stage, lines, full):
+        s = self.sizes
+        head = _floor(unit.part, s.units_of_head)
+        places = [(c, i) for c, n in zip(self.caches, s.lines, strict=True) for i in range(n)]
+        for number, page in enumerate(pages):
+            inside = lax.rem(block * BLOCK + number * s.copy, jnp.int32(s.page))
+            positions = pl.ds(pl.multiple_of(inside, s.copy), s.copy)
+            for line in lines:
+                cache, i = places[line]
+                plgpu.copy_gmem_to_smem(
+                    cache.at[page, positions, head, pl.ds(i * LINE, LINE)],
+                    self.stages.at[stage, line, pl.ds(number * s.copy, s.copy)],
+                    full,
+                )
+
+
+def _floor(number, size: int):
+    return lax.div(number, jnp.int32(size))
