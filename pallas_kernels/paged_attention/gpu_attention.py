@@ -15,16 +15,18 @@ wholly past a row's position (or before its window) changes no bit of it. So bit
 the tile, the chunk or the batch. Values of positions that no row of the tile sees are set to zero,
 as they may be anything, and 0 x NaN is NaN.
 
-Sums begin anew at every multiple of the split's size, and are joined in order (`gpu_join.py`). In a
-large batch a program has all of a unit's sequence and joins as it goes. In a small one units are
-runs of splits, as many as there are programs; they store each split's sums, and a second kernel
-joins them. Both do the same to a row, so bits do not depend on which it is, either.
+Where one warpgroup has all of O's columns, sums begin anew at every multiple of the split's size,
+and are joined in order (`gpu_join.py`). In a large batch a program has all of a unit's sequence and
+joins as it goes. In a small one units are runs of splits, as many as there are programs; they store
+each split's sums, and a second kernel joins them. Both do the same to a row, so bits do not depend
+on which it is, either.
 
 With many columns of values (latents) two warpgroups have half of O's columns each, and take blocks
 in pairs. Each makes S and P of one block; they agree on the maximum, and P goes to the other by the
 memory of the block's rotary keys, which nobody needs any more. Shared memory holds but one pair, so
 that it is loaded and given back in small pieces: first those that are used last by one consumer.
-Registers hold one split's sums: between splits those of all before lie in memory.
+Sums of latents that two warpgroups share are never split: one program has the whole sequence, of
+any length, with one running sum.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ def attention_kernel(sizes: Sizes, q, caches, view):
     y = jax.ShapeDtypeStruct((*shape, columns), q.dtype)
     kernel = plgpu.kernel(
         functools.partial(_body, s, programs, len(caches), one_split),
-        out_type=[*([] if s.spread else [y]), *memory_of_sums(s, programs, one_split)],
+        out_type=memory_of_sums(s) if s.spread else [y],
         grid=(programs,),
         grid_names=("program",),
         num_threads=s.consumers + 1,
@@ -125,7 +127,7 @@ def _scratch(s: Sizes, dtype):
         ],
         empty=[plgpu.Barrier(num_barriers=s.stages) for _ in s.pieces(0)],
     )
-    if s.spread and s.staged:
+    if s.spread:
         half = (plgpu.TilingTransform((1, LINE // 2)), plgpu.SwizzleTransform(128))
         scratch["partial"] = plgpu.SMEM((s.value_lines, ROWS, LINE), jnp.float32, transforms=half)
     if s.consumers > 1:
@@ -155,7 +157,7 @@ def _body(
     units = count[0] * sizes.parts
     mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
     loader = Loader(sizes, page_tables, caches, *(scratch[x] for x in ("stages", "full", "empty")))
-    consumers = _Consumers(sizes, one_split, q, results, program, **scratch)
+    consumers = _Consumers(sizes, one_split, q, results, **scratch)
 
     def unit(i):
         return unit_at(sizes, words, program + i * programs)
@@ -189,7 +191,6 @@ class _Consumers:
         one_split,
         q,
         results,
-        program,
         q_stage,
         stages,
         q_full,
@@ -204,7 +205,7 @@ class _Consumers:
         weighted=None,
     ):
         self.sizes, self.one_split, self.q = sizes, one_split, q
-        self.results, self.program, self.partial = results, program, partial
+        self.results, self.partial = results, partial
         views = views_of(q_stage, 2, 2, interpreted=sizes.interpreted)
         (self.q_load, self.q_stage), (self.out_store, self.out) = views
         self.stages, self.weights = stages, weights
@@ -224,10 +225,9 @@ class _Consumers:
             end = jnp.minimum(unit.end_round, (split + 1) * s.rounds)
             sums, step = lax.fori_loop(first, end, attend, (no_sums(s), step))
             if s.spread:
-                store_split(s, unit, split, sums, self.results, self.partial, warpgroup)
+                store_split(s, unit, split, sums, self.results, self.partial)
                 return before, step
-            rows = self.results[-1].at[self.program]
-            return join_split(s, unit, split, before, sums, rows, warpgroup), step
+            return join_split(before, sums), step
 
         if self.one_split:
             start = no_sums(s), step
@@ -236,8 +236,7 @@ class _Consumers:
             start = None if s.spread else no_sums(s), step
             sums, step = lax.fori_loop(unit.first_split, unit.end_split, attend_split, start)
         if s.spread:
-            if s.staged:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.stored.at[0])
         else:
             self.finish(unit, warpgroup, sums)

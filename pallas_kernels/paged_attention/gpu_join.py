@@ -45,9 +45,9 @@ def join_kernel(sizes: Sizes, view, first_of_tile, sums, maxima, totals, dtype):
 
     Args:
       first_of_tile: int32 [T], the first token of each token's tile.
-      sums: float32 [parts, splits, T x stride, columns in whole 128]; splits are counted from the
+      sums: float32 [parts, splits, T x group, columns in whole 128]; splits are counted from the
         first that the tile sees.
-      maxima, totals: float32 [parts, splits, consumers, T x 64]; the maxima are all consumers'.
+      maxima, totals: float32 [parts, splits, T x 64].
 
     Returns:
       [T, H, columns of sums].
@@ -67,8 +67,7 @@ def join_kernel(sizes: Sizes, view, first_of_tile, sums, maxima, totals, dtype):
 
 
 def _body(sizes: Sizes, request, positions, first_of_tile, sums, maxima, totals, y):
-    s, consumers = sizes, range(sizes.consumers)
-    columns = y.shape[-1]
+    s, columns = sizes, y.shape[-1]
     token, head = lax.axis_index("token"), lax.axis_index("head")
     part, member = lax.div(head, jnp.int32(s.group)), lax.rem(head, jnp.int32(s.group))
     first, position = first_of_tile[token], positions[token]
@@ -90,25 +89,24 @@ def _body(sizes: Sizes, request, positions, first_of_tile, sums, maxima, totals,
     def load(split):
         place = jnp.minimum(split, end - 1)
         row = first * ROWS + inside
-        its = plgpu.load(sums.at[part, place, first * s.stride + inside], layout=layout)
-        maximum = jnp.where(split < end, maxima[part, place, 0, row], -jnp.inf)
-        return its, maximum, [totals[part, place, consumer, row] for consumer in consumers]
+        its = plgpu.load(sums.at[part, place, first * s.group + inside], layout=layout)
+        maximum = jnp.where(split < end, maxima[part, place, row], -jnp.inf)
+        return its, maximum, totals[part, place, row]
 
     def join(number, state):
         # All loads before the first join.
         loaded = [load(begin + number * AHEAD + ahead) for ahead in range(AHEAD)]
-        for its, its_maximum, its_totals in loaded:
-            all_sums, maximum, all_totals = state
+        for its, its_maximum, its_total in loaded:
+            all_sums, maximum, total = state
             maximum, factor, its_factor = factors(maximum, vector(its_maximum))
-            pairs = zip(all_totals, its_totals, strict=True)
             state = (
                 joined(all_sums, factor, its, its_factor),
                 maximum,
-                [joined(total, factor, vector(one), its_factor) for total, one in pairs],
+                joined(total, factor, vector(its_total), its_factor),
             )
         return state
 
-    start = vector(0.0), vector(-jnp.inf), [vector(0.0) for _ in consumers]
+    start = vector(0.0), vector(-jnp.inf), vector(0.0)
     times = lax.div(end - begin + (AHEAD - 1), jnp.int32(AHEAD))
-    all_sums, _, all_totals = lax.fori_loop(0, times, join, start)
-    y.at[token, head][...] = mean(all_sums, sum(all_totals[1:], all_totals[0])).astype(y.dtype)
+    all_sums, _, total = lax.fori_loop(0, times, join, start)
+    y.at[token, head][...] = mean(all_sums, total).astype(y.dtype)

@@ -14,9 +14,9 @@ LINES_OF_CONSUMER = 4  # of values: more do not fit into a warpgroup's registers
 LINES_OF_PIECE = 2
 MIN_STAGES, MOST_STAGES = 2, 6
 # Positions after which sums begin anew, to be joined: part of the contract, too. A join costs a
-# program 0.1 µs, and 3 µs where its sums lie in memory; a block of 64 takes 0.8 µs, a pair 5 µs.
+# program 0.1 µs, where a block of 64 takes 0.8 µs. Sums of two consumers are never split: their
+# registers have no room for those of the splits before, and in memory these cost a quarter.
 SPLIT = 256
-SHARED_SPLIT = 1024  # with two consumers
 WORTH = 4  # rounds, one after another, that take as long as a kernel that joins
 MOST_BYTES = 1 << 28  # of partial sums in memory
 
@@ -31,6 +31,7 @@ class Sizes:
       key_lines: how many of them, from the first, are keys. first_value, value_lines: those that
         are values.
       page: positions of a page. window: how many positions a token sees, its own included.
+      split: positions of a split, with one consumer.
       spread: several programs share a sequence: they store partial sums of this many splits at
         most. 0: a program has all of it.
     """
@@ -46,6 +47,7 @@ class Sizes:
     window: int | None
     scale: float
     interpreted: bool
+    split: int = SPLIT
     spread: int = 0
 
     @property
@@ -87,11 +89,6 @@ class Sizes:
         return -(-self.value_lines // LINES_OF_CONSUMER)
 
     @property
-    def split(self) -> int:
-        """Positions of a split."""
-        return SPLIT if self.consumers == 1 else SHARED_SPLIT
-
-    @property
     def round_size(self) -> int:
         """Positions of a round: one block for each consumer."""
         return self.consumers * BLOCK
@@ -101,18 +98,10 @@ class Sizes:
         """Rounds of a split."""
         return self.split // self.round_size
 
-    @property
-    def staged(self) -> bool:
-        """Whether there is room for partial sums in shared memory; else a tile stores 64 rows."""
-        return self.consumers == 1
-
-    @property
-    def stride(self) -> int:
-        """Rows from a token's partial sums to the next one's."""
-        return self.group if self.staged else ROWS
-
     def splits(self, positions: int) -> int:
         """How many splits a tile may see where requests have up to so many positions."""
+        if self.consumers > 1:
+            return 1
         splits = -(-positions // self.split)
         if self.window is not None:
             splits = min(splits, (self.window + self.tile - 3) // self.split + 2)
@@ -121,10 +110,12 @@ class Sizes:
     def spread_over(self, positions: int, programs: int) -> Sizes:
         """The same, spread if that is faster; bits are the same."""
         splits, units = self.splits(positions), self.tokens * self.parts
+        if splits == 1:
+            return self
         seen = min(positions, (self.window or positions) + self.tile - 1)
         saved = -(-seen // self.round_size) - self.rounds
         idle = 4 * units <= 3 * programs
-        sums = 4 * splits * units * self.stride * self.value_lines * LINE
+        sums = 4 * splits * units * self.group * self.value_lines * LINE
         spread = dataclasses.replace(self, spread=splits)
         faster = idle and saved >= WORTH and sums <= MOST_BYTES and spread.stages >= MIN_STAGES
         return spread if faster else self
@@ -133,7 +124,7 @@ class Sizes:
     def stages(self) -> int:
         """Blocks in shared memory, a whole number for each consumer."""
         fixed = max(self.key_lines, self.value_lines) * LINE_BYTES
-        if self.spread and self.staged:
+        if self.spread:
             fixed += 2 * self.value_lines * LINE_BYTES
         stages = min(MOST_STAGES, (SHARED_MEMORY - fixed) // (sum(self.lines) * LINE_BYTES))
         return stages // self.consumers * self.consumers

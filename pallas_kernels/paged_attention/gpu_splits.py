@@ -41,65 +41,31 @@ def no_sums(sizes: Sizes) -> Sums:
     )
 
 
-def memory_of_sums(sizes: Sizes, programs: int, one_split: bool):
-    """Arrays in global memory for sums, whose uses follow.
-
-    Spread: of all splits, for `join_kernel`. Else, where registers have no room for two, those of
-    all splits so far, of each program.
-    """
+def memory_of_sums(sizes: Sizes):
+    """The arrays for the sums of all splits, as `join_kernel` takes them."""
     s, columns = sizes, whole_lines(sizes.value_lines * LINE, LINE)
-    if s.spread:
-        columns += columns % (2 * LINE)
-        numbers = s.parts, s.spread, s.consumers, s.tokens * ROWS
-        shapes = [(s.parts, s.spread, s.tokens * s.stride, columns), numbers, numbers]
-    else:
-        shapes = [] if s.consumers == 1 or one_split else [(programs, ROWS, columns)]
+    columns += columns % (2 * LINE)
+    numbers = s.parts, s.spread, s.tokens * ROWS
+    shapes = (s.parts, s.spread, s.tokens * s.group, columns), numbers, numbers
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 
-def join_split(sizes: Sizes, unit: Unit, split, before: Sums, sums: Sums, rows, warpgroup) -> Sums:
-    """The sums of all splits up to this one.
-
-    With two consumers those before lie in 64 `rows` of memory, and `before` has no lines.
-    """
+def join_split(before: Sums, sums: Sums) -> Sums:
+    """The sums of all splits up to this one."""
     maximum, *both = factors(before.maximum, sums.maximum)
     total = joined(before.total, both[0], sums.total, both[1])
     both = [lax.broadcast_in_dim(factor, (ROWS, LINE), [0]) for factor in both]
-
-    def all_joined(lines):
-        pairs = zip(lines, sums.lines, strict=True)
-        return tuple(joined(line, both[0], its, both[1]) for line, its in pairs)
-
-    if sizes.consumers == 1:
-        return Sums(maximum, total, all_joined(before.lines))
-    memory = _lines_of(sizes, rows, warpgroup)
-    lines = lax.cond(
-        split > unit.first_split,
-        lambda: all_joined(
-            [plgpu.load(line, layout=plgpu.Layout.WGMMA, optimized=False) for line in memory]
-        ),
-        lambda: sums.lines,
-    )
-
-    @pl.when(split < unit.end_split - 1)
-    def _keep():
-        _assign(memory, lines)
-
-    return Sums(maximum, total, lines)
+    pairs = zip(before.lines, sums.lines, strict=True)
+    return Sums(maximum, total, tuple(joined(line, both[0], its, both[1]) for line, its in pairs))
 
 
-def store_split(sizes: Sizes, unit: Unit, split, sums: Sums, memory, buffer, warpgroup):
-    """Stores a split's sums in `memory_of_sums`; they leave through a buffer where there is one."""
+def store_split(sizes: Sizes, unit: Unit, split, sums: Sums, memory, buffer):
+    """Stores a split's sums in `memory_of_sums`; lines leave through a buffer."""
     s, (lines, maxima, totals) = sizes, memory
     first = jnp.int32(0) if s.window is None else lax.div(unit.first, jnp.int32(s.split))
     place, rows = (unit.part, split - first), pl.ds(unit.token * ROWS, ROWS)
-    _assign(
-        [maxima.at[*place, warpgroup, rows], totals.at[*place, warpgroup, rows]],
-        [sums.maximum, sums.total],
-    )
-    if not s.staged:
-        _assign(_lines_of(s, lines.at[*place, rows], warpgroup), sums.lines)
-        return
+    maxima.at[*place, rows][...] = sums.maximum
+    totals.at[*place, rows][...] = sums.total
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for number, its in enumerate(sums.lines):
         buffer.at[number][...] = its
@@ -108,15 +74,3 @@ def store_split(sizes: Sizes, unit: Unit, split, sums: Sums, memory, buffer, war
     for number in range(s.value_lines):
         columns = pl.ds(number * LINE, LINE)
         store_rows(buffer.at[number], lines.at[*place], row, count, ROWS, columns)
-
-
-def _lines_of(sizes: Sizes, rows, warpgroup):
-    """A consumer's lines of 64 rows in memory."""
-    lines = sizes.value_lines // sizes.consumers
-    first = warpgroup * lines * LINE
-    return [rows.at[:, pl.ds(first + number * LINE, LINE)] for number in range(lines)]
-
-
-def _assign(memory, values):
-    for place, value in zip(memory, values, strict=True):
-        place[...] = value

@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention.tiles import RUN_WORDS, TILE_WORDS
 class Unit:
     """A tile of tokens and a part of the heads, over some splits of what the tile sees.
 
-    Splits are made of rounds, and a round of one block for each consumer.
+    A round is one block for each consumer. Splits, if there are any, are made of rounds.
     """
 
     part: jax.Array
@@ -47,11 +47,10 @@ def unit_at(sizes: Sizes, words, index) -> Unit:
     first = jnp.int32(0) if s.window is None else jnp.maximum(position - s.window + 1, 0)
     end = position + tokens
     first_split, end_split = run or (_floor(first, s.split), _floor(end - 1, s.split) + 1)
+    first_round, end_round = _floor(first, s.round_size), _floor(end - 1, s.round_size) + 1
     if s.spread:
-        first_round = jnp.maximum(_floor(first, s.round_size), first_split * s.rounds)
-        end_round = jnp.minimum(_floor(end - 1, s.round_size) + 1, end_split * s.rounds)
-    else:
-        first_round, end_round = _floor(first, s.round_size), _floor(end - 1, s.round_size) + 1
+        first_round = jnp.maximum(first_round, first_split * s.rounds)
+        end_round = jnp.minimum(end_round, end_split * s.rounds)
     return Unit(
         part=lax.rem(index, jnp.int32(s.parts)),
         token=token,

@@ -115,11 +115,9 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "attention of few", attention, (array(8, 32, 128), cache, cache, *few)
     cache = array(1024, 16, 2, 128)
     yield "attention of groups of three", attention, (array(tokens, 6, 128), cache, cache, *view)
-    pages = [array(1024, 64, width) for width in (512, 64)]
     queries = [array(tokens, 128, width) for width in (512, 64)]
+    pages = [array(1024, 64, width) for width in (512, 64)]
     yield "latent attention", latent_attention, (*queries, *pages, *view)
-    queries = [array(8, 128, width) for width in (512, 64)]
-    yield "latent attention of few", latent_attention, (*queries, *pages, *few)
 
     places = -(-tokens // TILE) * TILE
     queries, keys = array(places, 32, 128), array(places, 4, 128)

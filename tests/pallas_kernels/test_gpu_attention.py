@@ -31,8 +31,7 @@ BATCH = [(0, 149), (2, 8), *[(1, position) for position in range(60, 70)], (-1, 
 class Case:
     """Heads of the queries and of the cache (0: latents), widths of keys and values.
 
-    `split` replaces the kernel's own sizes, of one consumer and of two; `spread` says whether
-    several programs share a sequence.
+    `split` replaces the kernel's own size; `spread` says whether several programs share a sequence.
     """
 
     heads: int
@@ -41,7 +40,7 @@ class Case:
     v_width: int
     page: int = 16
     window: int | None = None
-    split: tuple[int, int] = (gpu_sizes.SPLIT, gpu_sizes.SHARED_SPLIT)
+    split: int = gpu_sizes.SPLIT
     spread: bool = False
 
     @functools.cached_property
@@ -87,6 +86,7 @@ class Case:
 
             def run(q, first, second, view):
                 sizes = gpu_sizes.grouped_sizes(q, first, second, SCALE, self.window, INTERPRETED)
+                sizes = dataclasses.replace(sizes, split=self.split)
                 return gpu_attention.attention_kernel(sizes, q, (first, second), view)
 
         else:
@@ -95,16 +95,14 @@ class Case:
                 sizes = gpu_sizes.latent_sizes(
                     q[..., : self.width], first, second, SCALE, INTERPRETED
                 )
+                sizes = dataclasses.replace(sizes, split=self.split)
                 caches = (first[:, :, None], second[:, :, None])
                 return gpu_attention.attention_kernel(sizes, q, caches, view)
 
         return jax.jit(run)
 
     def run(self, tokens, seed=0):
-        constants = dict(
-            zip(("SPLIT", "SHARED_SPLIT"), self.split, strict=True), WORTH=1 if self.spread else 99
-        )
-        with mock.patch.multiple(gpu_sizes, **constants):
+        with mock.patch.object(gpu_sizes, "WORTH", 1 if self.spread else 99):
             if not INTERPRETED:
                 return np.asarray(self.kernel(*self.arguments(tokens, seed)))
             # A sequence is spread where units leave a quarter of the programs idle.
@@ -179,15 +177,15 @@ def test_bits_do_not_depend_on_the_batch(name):
 # Each with a row past two splits, and a tile whose rows see different ones.
 SPLIT_CASES = {
     "grouped": (
-        Case(3, 1, 64, 64, page=64, split=(64, 128)),
+        Case(3, 1, 64, 64, page=64, split=64),
         [(0, 149), (-1, 0), (1, 63), (1, 64), (1, 65)],
     ),
     "a window": (
-        Case(2, 2, 64, 64, page=64, window=70, split=(64, 128)),
+        Case(2, 2, 64, 64, page=64, window=70, split=64),
         [(-1, 0), (0, 132), (0, 133), (0, 134)],
     ),
-    "latents shared by two": (
-        Case(2, 0, 384, 64, page=64, split=(64, 128)),
+    "latents": (
+        Case(2, 0, 64, 64, page=64, split=64),
         [(0, 127), (0, 128), (-1, 0)],
     ),
 }
@@ -289,6 +287,16 @@ def test_sequences_are_spread_where_programs_would_idle():
     assert spread(1, 256) == 0  # one split
     assert spread(1, 4096, window=128) == 0 and spread(1, 4096, window=1024) == 6
     assert spread(24, 1 << 20) == 0  # 1.6 GB of sums
+
+
+def test_only_latents_of_one_warpgroup_are_split():
+    def sizes(width):
+        array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+        pages = array((9, 64, width)), array((9, 64, 64))
+        return gpu_sizes.latent_sizes(array((1, 16, width)), *pages, 1.0)
+
+    assert sizes(256).splits(32768) == sizes(256).spread_over(32768, 132).spread == 128
+    assert sizes(512).splits(32768) == 1 and not sizes(512).spread_over(32768, 132).spread
 
 
 @pytest.mark.parametrize(
