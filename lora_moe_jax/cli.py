@@ -229,7 +229,7 @@ def _add_bench_training_options(parser: argparse.ArgumentParser) -> None:
         help="adapters in a batch; may be repeated (default 1, and 1 on attention alone)",
     )
     parser.add_argument(
-        "--sequences", type=_positive, help="of a batch (default 1, at least one an adapter)"
+        "--sequences", type=_positive, help="of a batch (default 4, at least one an adapter)"
     )
     parser.add_argument("--length", type=_positive, default=4096, help="of each (default 4096)")
     parser.add_argument("--rank", type=_positive, default=16)

@@ -56,10 +56,12 @@ class DeviceParams:
     Attributes:
       values: by `Projection.name`; `Factors` at the adapter's own rank, or a whole slot.
       in_slot: what stands for them once they are written.
+      finite: whether they are known to be.
     """
 
     values: Mapping[str, Factors | Lora | KvBLora]
     in_slot: InSlot
+    finite: bool = False
 
     @classmethod
     def of(cls, params: object, bank: Bank) -> DeviceParams:
@@ -91,6 +93,14 @@ class DeviceParams:
             ranks[name] = value.a.shape[1]
             values[name] = type(value)(*(_beside(array, lora.a) for array in value))
         return cls(values, InSlot(ranks))
+
+    def moved(self, factors: Mapping[str, tuple[jax.Array, jax.Array]]) -> DeviceParams:
+        """The same projections with finite A and B of the same shapes: nothing is checked again."""
+        values = {}
+        for name, own in self.values.items():
+            a, b = factors[name]
+            values[name] = own._replace(a=a, b=b)
+        return DeviceParams(values, self.in_slot, finite=True)
 
 
 def _wrong(key: str, expected: object, found: object) -> AdapterError:

@@ -19,19 +19,19 @@ from lora_moe_jax.bench.timing import on_gpu
 from lora_moe_jax.bench.trainer_row import TrainerRow, table
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.config.named import named_config
-from lora_moe_jax.models.build import random_model
+from lora_moe_jax.layers.build import SlotConfig
+from lora_moe_jax.models.build import abstract_model, projections, random_model
 from lora_moe_jax.serving.engine import Engine
-from lora_moe_jax.serving.options import EngineOptions, slot_config
+from lora_moe_jax.serving.options import EngineOptions
 from lora_moe_jax.serving.progress import progress_bar
 from lora_moe_jax.training import Datum, LoraConfig, Trainer
 
 PAGE = 64
 ROUNDS = 5
-TARGETS = {
-    "all linear": None,
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj")
-    + ("kv_a_proj_with_mqa", "kv_b_proj"),
-}
+PACK = 2  # sequences that pass together; a larger batch adds up gradients
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj"}
+ATTENTION |= {"kv_a_proj_with_mqa", "kv_b_proj"}
+TARGETS = ("all linear", "attention")
 TOKENS_PER_SECOND = ("qwen3-30b-a3b", (15_000, 22_000))  # of the whole model, one adapter
 OVER_ONE = (0.93, 0.97)
 
@@ -51,8 +51,8 @@ def standard_loads(
 ) -> list[Load]:
     """A load for each number of adapters; without any, one on everything and one on attention."""
     if adapters is None:
-        return [Load(1, targets, sequences or 1, length) for targets in TARGETS]
-    return [Load(count, "all linear", max(sequences or 1, count), length) for count in adapters]
+        return [Load(1, targets, sequences or 4, length) for targets in TARGETS]
+    return [Load(count, "all linear", max(sequences or 4, count), length) for count in adapters]
 
 
 def run_training(
@@ -84,10 +84,10 @@ def measure(
 ) -> TrainerRow:
     """One load, on random weights made for it."""
     engine, sizes = _engine(config, load, rank, dtype)
-    trainer = Trainer(engine, token_buckets=[load.sequences * load.length])
+    trainer = Trainer(engine, token_buckets=[min(PACK, load.sequences) * load.length])
     names = [str(number) for number in range(load.adapters)]
     for adapter in names:
-        trainer.add_adapter(adapter, LoraConfig(rank, target_modules=_targets(engine, load)))
+        trainer.add_adapter(adapter, LoraConfig(rank))
     times, state = [], 0
     with progress_bar("training", shown=True) as bar:
         for number in range(rounds + 1):
@@ -99,7 +99,7 @@ def measure(
             trainer.optim_step(names, 1e-4)
             jax.block_until_ready(engine.bank.arrays)
             stepped = time.perf_counter()
-            engine.update_adapter("copy", trainer.parameters(names[0]))
+            trainer.update_engine(names[0])
             jax.block_until_ready(engine.bank.arrays)
             times.append((passed - start, stepped - passed, time.perf_counter() - stepped))
             bar.update(number + 1, rounds + 1)
@@ -113,7 +113,7 @@ def _engine(config: ModelConfig, load: Load, rank: int, dtype: str) -> tuple[Eng
     options = EngineOptions.resolve(
         config,
         dtype=dtype,
-        max_adapters=load.adapters + 1,  # for the copy that updates are measured with
+        max_adapters=load.adapters,
         max_rank=rank,
         max_requests=1,
         max_length=PAGE,
@@ -122,18 +122,19 @@ def _engine(config: ModelConfig, load: Load, rank: int, dtype: str) -> tuple[Eng
         prefill_chunk=None,
         decode_steps=1,
     )
-    slots = slot_config(config, options, TARGETS[load.targets], False)
+    slots = SlotConfig(load.adapters, rank, dtype, _targets(config, load))
     with progress_bar("making weights", shown=True) as bar:
         model = random_model(config, dtype=dtype, adapters=slots, progress=bar.update)
     return Engine.from_model(model, None, options, progress=True), ModelSizes.of(model)
 
 
-def _targets(engine: Engine, load: Load) -> tuple[str, ...] | str:
-    """What adapters target: of the listed names those that the model has."""
-    if TARGETS[load.targets] is None:
-        return "all-linear"
-    leaves = {name.rpartition(".")[2] for name in engine.bank.projections}
-    return tuple(leaf for leaf in TARGETS[load.targets] if leaf in leaves)
+def _targets(config: ModelConfig, load: Load) -> frozenset[str]:
+    """The projections that get slots: what "all-linear" means, or of that the attention's."""
+    every = projections(abstract_model(config, adapters=SlotConfig(1, 1)))
+    linear = {name for name, its in every.items() if its.kind in ("linear", "expert")}
+    if load.targets == "all linear":
+        return frozenset(linear)
+    return frozenset(name for name in linear if name.rpartition(".")[2] in ATTENTION)
 
 
 def _batch(config: ModelConfig, load: Load, names: list[str], seed: int) -> list[Datum]:

@@ -260,7 +260,7 @@ class Engine:
     def update_adapter(
         self,
         name: str,
-        params: Adapter | Mapping[str, LoraPair | Lora | KvBLora],
+        params: Adapter | Mapping[str, LoraPair | Lora | KvBLora] | DeviceParams,
         *,
         trainer: object | None = None,
     ) -> AdapterInfo:
@@ -275,7 +275,8 @@ class Engine:
         Args:
           params: by `Projection.name` a `LoraPair` of arrays at the adapter's own rank (its `ranks`
             are not looked at), or the arrays of one slot of `bank.arrays`, without the axis of
-            slots. Projections that are not there become zero.
+            slots. Projections that are not there become zero. Or all of this as `DeviceParams`,
+            which are not checked again.
           trainer: whose adapter it is from now on: others can neither replace nor unload it, until
             `end_training` or until this object is gone. None: nobody's.
 
@@ -284,8 +285,11 @@ class Engine:
             of this name is in training elsewhere. Nothing has changed then.
         """
         self._check_new_version(name, trainer)
-        checked = DeviceParams.of(params, self.bank)
-        self._writer.check_finite(checked)
+        checked = params
+        if not isinstance(params, DeviceParams):
+            checked = DeviceParams.of(params, self.bank)
+        if not checked.finite:
+            self._writer.check_finite(checked)
         info = self._adapters.update(name, checked, trainer).info
         self._runner.scheduler.switch_versions()
         return info

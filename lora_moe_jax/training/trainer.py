@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from lora_moe_jax.adapters import Adapter, LoraPair, check_name, write_adapter
+from lora_moe_jax.adapters.device_params import DeviceParams
 from lora_moe_jax.adapters.pool import AdapterInfo
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.errors import AdapterError, ConfigError, LoraMoeError, RequestError
@@ -47,6 +48,7 @@ class Training:
 
     Attributes:
       version: the engine's, that the masters are in as the bank holds them.
+      params: of that version, as the engine took them.
       gradients: the sum since the last step; None if there is none.
       stale: whether the masters have moved since the version was made.
     """
@@ -56,6 +58,7 @@ class Training:
     masters: Masters
     moments: optax.OptState
     version: int = 0
+    params: DeviceParams | None = None
     gradients: Masters | None = None
     steps: int = 0
     stale: bool = True
@@ -157,14 +160,13 @@ class Trainer:
             for name, training in self._adapters.items()
         ]
 
-    def parameters(self, name: str) -> dict[str, LoraPair]:
-        """An adapter's float32 parameters on the device, by projection; its next step frees them.
+    def update_engine(self, name: str) -> AdapterInfo:
+        """Makes the parameters the engine's newest version, as every good step does by itself.
 
         Raises:
-          AdapterError: it is not in training.
+          AdapterError: it is not in training, or no slot can be had.
         """
-        training = self._training(name)
-        return lora_pairs(training.masters, training.shapes)
+        return self._publish(name, self._training(name))
 
     def save_adapter(
         self,
@@ -417,9 +419,19 @@ class Trainer:
 
     def _publish(self, name: str, training: Training) -> AdapterInfo:
         """Makes the masters the engine's newest version."""
-        params = lora_pairs(training.masters, training.shapes)
+        if training.params is None:
+            pairs = lora_pairs(training.masters, training.shapes)
+            params = DeviceParams.of(pairs, self._engine.bank)
+            # What never changes is sent once.
+            scalings = self._placed({key: own.scaling for key, own in params.values.items()})
+            values = {
+                key: own._replace(scaling=scalings[key]) for key, own in params.values.items()
+            }
+            params = replace(params, values=values)
+        else:  # the step has looked whether they are finite
+            params = training.params.moved(training.masters)
         info = self._engine.update_adapter(name, params, trainer=self)
-        training.version, training.stale = info.version, False
+        training.version, training.params, training.stale = info.version, params, False
         return info
 
     def _in_slots(self, names: Sequence[str]) -> dict[str, InTraining]:

@@ -17,10 +17,11 @@ from tests.bench.test_serving import sizes_of, small_config
 def test_a_small_model(tmp_path, capsys):
     small_config(tmp_path)
     file = tmp_path / "training.json"
+    sizes = "--adapters 1 --adapters 2 --length 12 --sequences 3"
     command = f"bench training --model {tmp_path} --dtype float32 --json {file} --rank 4 --layers 1"
-    assert main([*command.split(), *"--adapters 1 --adapters 2 --length 12".split()]) == 0
+    assert main([*command.split(), *sizes.split()]) == 0
     one, two = read_report(file).sections["trainer"]
-    assert (one.sequences, two.sequences, two.layers) == (1, 2, 1)
+    assert (one.sequences, two.sequences, two.layers) == (3, 3, 1)
     assert one.over_one is None
     assert two.over_one == pytest.approx(two.tokens_per_second / one.tokens_per_second)
     assert two.state_gib == pytest.approx(2 * one.state_gib)
@@ -33,8 +34,17 @@ def test_a_small_model(tmp_path, capsys):
 
 def test_without_numbers_attention_is_measured_too():
     loads = trainer.standard_loads(None, None, 64)
-    assert loads == [Load(1, "all linear", 1, 64), Load(1, "attention", 1, 64)]
+    assert loads == [Load(1, "all linear", 4, 64), Load(1, "attention", 4, 64)]
     assert trainer.standard_loads([1, 8], 4, 64)[1] == Load(8, "all linear", 8, 64)
+
+
+def test_targets(tmp_path):
+    load, config = Load(1, "attention", 1, 64), small_config(tmp_path)
+    attention = {name.rpartition(".")[2] for name in trainer._targets(config, load)}
+    assert attention == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    every = trainer._targets(config, dataclasses.replace(load, targets="all linear"))
+    leaves = {name.rpartition(".")[2] for name in every}
+    assert leaves == attention | {"gate_proj", "up_proj", "down_proj"}
 
 
 def test_useful_operations_of_a_dense_layer():
