@@ -27,7 +27,7 @@ from lora_moe_jax.training.datum import Datum, checked_rows
 from lora_moe_jax.training.losses import Loss, LossFunction, loss_of
 from lora_moe_jax.training.masters import Masters, initial_masters, lora_pairs, master_shapes
 from lora_moe_jax.training.model_pass import ModelPass
-from lora_moe_jax.training.optimizer import Optimizer, StepSettings, sums
+from lora_moe_jax.training.optimizer import Optimizer, Stepped, StepSettings, sums
 from lora_moe_jax.training.packing import PackSizes
 from lora_moe_jax.training.reports import ForwardBackward, StepReport, TrainingInfo
 from lora_moe_jax.training.state import (
@@ -343,9 +343,9 @@ class Trainer:
 
         Raises:
           RequestError: a setting is out of range, or an adapter has no gradient. No step was taken.
-          AdapterError: an adapter is not in training, or no slot can be had for a new version. Then
-            the step of that one was taken, and the next forward_backward makes the version;
-            adapters after it were not stepped.
+          AdapterError: an adapter is not in training, and no step was taken; or no slot can be had
+            for a new version. Then all steps were taken, and the next forward_backward of the
+            adapter makes its version.
         """
         names = [names] if isinstance(names, str) else names
         if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -369,22 +369,35 @@ class Trainer:
             rate = learning_rate(training.steps) if callable(learning_rate) else learning_rate
             rates[name] = checked_number("learning_rate", rate)
         settings = {name: StepSettings(rate, weight_decay, clip) for name, rate in rates.items()}
-        return {name: self._step(name, settings[name]) for name in names}
+        # All are begun before the host waits for the first.
+        stepped = {name: self._begin_step(name, settings[name]) for name in names}
+        reports, failed = {}, None
+        for name in names:
+            try:
+                reports[name] = self._end_step(name, settings[name], stepped[name])
+            except AdapterError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return reports
 
-    def _step(self, name: str, settings: StepSettings) -> StepReport:
+    def _begin_step(self, name: str, settings: StepSettings) -> Stepped:
         training = self._adapters[name]
         settings = StepSettings(*map(np.float32, settings))
         gradients, training.gradients = training.gradients, None
         stepped = self._optimizer.step(training.masters, training.moments, gradients, settings)
         training.masters, training.moments = stepped.masters, stepped.state
-        good = bool(stepped.good)
+        return stepped
+
+    def _end_step(self, name: str, settings: StepSettings, stepped: Stepped) -> StepReport:
+        training, good = self._adapters[name], bool(stepped.good)
         if good:
             training.steps += 1
             training.stale = True
             self._publish(name, training)
         return StepReport(
             training.steps,
-            float(settings.learning_rate),
+            float(np.float32(settings.learning_rate)),
             float(stepped.norm),
             not good,
             training.version,

@@ -12,6 +12,7 @@ from lora_moe_jax.cli import main
 from tests.bench.test_serving import small_config
 
 
+@pytest.mark.slow
 def test_a_small_model(tmp_path, capsys):
     small_config(tmp_path)
     file = tmp_path / "mismatch.json"

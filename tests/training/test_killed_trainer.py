@@ -30,7 +30,8 @@ def killed(folder: Path, rounds: int, seed: int) -> list[dict]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 200])
 def test_killed_at_some_moments(pair, tmp_path, rounds):
     told = killed(tmp_path / "states", rounds, seed=rounds)
     assert len({line["round"] for line in told if line["restored"]}) == rounds + 1
