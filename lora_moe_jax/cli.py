@@ -246,7 +246,9 @@ def _add_bench_mismatch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=_positive, default=64, help="at a time (default 64)")
     parser.add_argument("--prompt", type=_positive, default=512, help="the longest (default 512)")
     parser.add_argument("--output", type=_positive, default=256, help="of each (default 256)")
-    parser.add_argument("--adapters", type=_positive, default=2, help="in turns (default 2)")
+    parser.add_argument(
+        "--adapters", type=_positive, default=1, help="in turns, all in training (default 1)"
+    )
     parser.add_argument("--rank", type=_positive, default=16)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
