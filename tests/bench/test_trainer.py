@@ -14,6 +14,7 @@ from lora_moe_jax.config.named import named_config
 from tests.bench.test_serving import sizes_of, small_config
 
 
+@pytest.mark.slow
 def test_a_small_model(tmp_path, capsys):
     small_config(tmp_path)
     file = tmp_path / "training.json"
