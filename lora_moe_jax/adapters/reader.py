@@ -150,6 +150,7 @@ def find_sites(file: SafetensorsFile, table: Table, targets: Targets) -> list[Si
             found=f"{len(file.tensors)} tensors",
         )  # fmt: skip
     _name_packed(sites, table, targets, file)
+    _check_slots(sites, table, file)
     _check_once(sites, file)
     order = {name: number for number, name in enumerate(table.projections)}
     return sorted(sites.values(), key=lambda site: order[site.parts[0]])
@@ -232,6 +233,20 @@ def _name_packed(
                 first = next(iter(sites[target].names()))
                 raise _twice(first.tensor, next(iter(site.names())).tensor, file)
             sites[target] = Site(target, True, site.a, site.b)
+
+
+def _check_slots(sites: dict[str, Site], table: Table, file: SafetensorsFile) -> None:
+    """Factors of several projections need slots of all of them."""
+    for site in sites.values():
+        missing = [part for part in site.parts if part not in table.projections]
+        if missing:
+            raise AdapterError(
+                "a factor of several projections, and some of them have no slots",
+                file=file.path, key=next(iter(site.names())).tensor,
+                expected="slots of " + ", ".join(site.parts),
+                found="none of " + ", ".join(missing),
+                hint="build the engine with target_modules that include them",
+            )  # fmt: skip
 
 
 def _check_once(sites: dict[str, Site], file: SafetensorsFile) -> None:

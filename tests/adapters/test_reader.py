@@ -206,6 +206,14 @@ def test_expert_major_columns_when_the_config_says_so(tmp_path):
     assert_same(read_adapter(source, table("deepseek_v3")), found)
 
 
+@pytest.mark.parametrize("leaf", ["gate_proj", "up_proj"])
+def test_a_factor_of_two_projections_needs_slots_of_both(leaf):
+    without = {n: p for n, p in table("qwen3_moe").items() if not n.endswith(f"experts.{leaf}")}
+    with pytest.raises(AdapterError, match="some of them have no slots") as error:
+        read_adapter(golden("qwen3_moe", "experts"), without, max_rank=8)
+    assert f"experts.{leaf}" in str(error.value) and "target_modules" in str(error.value)
+
+
 @pytest.mark.parametrize("leaf", ["gate_up_proj", "down_proj"])
 def test_single_packed_parameter_is_the_one_the_config_names(leaf, tmp_path):
     source = golden("deepseek_v3", "experts")
