@@ -34,3 +34,10 @@ def ratio_cell(value: float | None, digits: int = 2) -> str:
 def verdict_cell(verdict: str) -> str:
     style = STYLES.get(verdict)
     return f"[{style}]{verdict}[/]" if style else verdict
+
+
+def verdict_of_more(value: float | None, must: float | None, aim: float | None) -> str:
+    """What a number is that should be large; none without a number or a target."""
+    if value is None or must is None or aim is None:
+        return ""
+    return "aim" if value >= aim else "must" if value >= must else "MISS"

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair
 from lora_moe_jax.bench.report import Report, this_environment
+from lora_moe_jax.bench.section import verdict_of_more
 from lora_moe_jax.bench.serving_row import ServingRow, table
 from lora_moe_jax.bench.serving_work import ModelSizes
 from lora_moe_jax.bench.timing import on_gpu
@@ -245,7 +246,7 @@ def _row(name, sizes, load, rank, shared_outer, output, times: Times, rows) -> S
         over_bytes=over_bytes,
         must=must,
         aim=aim,
-        verdict=_verdict(value, must, aim),
+        verdict=verdict_of_more(value if on_gpu() else None, must, aim),
     )
 
 
@@ -267,10 +268,3 @@ def _target(load: Load, share, over_base, over_bytes):
     if load.adapters > 1 and load.phase == "decode":
         return over_bytes, MIXED
     return None, (None, None)
-
-
-def _verdict(value: float | None, must: float | None, aim: float | None) -> str:
-    """More is better here; the targets are those of a GPU."""
-    if value is None or must is None or not on_gpu():
-        return ""
-    return "aim" if value >= aim else "must" if value >= must else "MISS"

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from lora_moe_jax.bench.report import Report, this_environment
 from lora_moe_jax.bench.roofline import FLOPS_PER_SECOND
+from lora_moe_jax.bench.section import verdict_of_more
 from lora_moe_jax.bench.serving_work import ModelSizes
 from lora_moe_jax.bench.timing import on_gpu
 from lora_moe_jax.bench.trainer_row import TrainerRow, table
@@ -171,7 +172,7 @@ def _row(name, sizes: ModelSizes, load: Load, rank: int, seconds, state: int, ro
         over_one=over_one,
         must=must,
         aim=aim,
-        verdict=_verdict(value, must, aim),
+        verdict=verdict_of_more(value if on_gpu() else None, must, aim),
     )
 
 
@@ -185,13 +186,6 @@ def _target(name: str, sizes: ModelSizes, load: Load, speed: float, over_one: fl
     if load.adapters == 1 and name == model and sizes.config == named_config(model):
         return speed, *tokens_per_second
     return None, None, None
-
-
-def _verdict(value: float | None, must: float | None, aim: float | None) -> str:
-    """More is better here; the targets are those of a GPU."""
-    if value is None or must is None or not on_gpu():
-        return ""
-    return "aim" if value >= aim else "must" if value >= must else "MISS"
 
 
 def _peak_gib() -> float | None:

@@ -17,7 +17,14 @@ from lora_moe_jax.bench.kernel_cases import (
     TRAINING_SLOTS,
     TRAINING_TFLOPS,
 )
-from lora_moe_jax.bench.section import Job, microseconds, ratio_cell, us_cell, verdict_cell
+from lora_moe_jax.bench.section import (
+    Job,
+    microseconds,
+    ratio_cell,
+    us_cell,
+    verdict_cell,
+    verdict_of_more,
+)
 from lora_moe_jax.bench.timing import Timer, elapsed_times, on_gpu, program
 from pallas_kernels import Lora, grouped_lora_matmul
 from pallas_kernels.shapes import ExpertShape
@@ -82,16 +89,8 @@ def measure(
         over_forward=step / times["forward"].call,
         must=must,
         aim=aim,
-        verdict=_verdict(tflops),
+        verdict=verdict_of_more(tflops, must, aim),
     )
-
-
-def _verdict(tflops: float | None) -> str:
-    """More is better here."""
-    must, aim = TRAINING_TFLOPS
-    if tflops is None:
-        return ""
-    return "aim" if tflops >= aim else "must" if tflops >= must else "MISS"
 
 
 def _arguments(shape: ExpertShape, rows: int, slots: int, rank: int):

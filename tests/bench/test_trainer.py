@@ -67,6 +67,8 @@ def test_useful_operations_of_a_dense_layer():
 def test_what_the_whole_model_is_held_to(monkeypatch, value, verdict):
     monkeypatch.setattr(trainer, "on_gpu", lambda: True)
     sizes, load = sizes_of("qwen3-30b-a3b"), Load(1, "all linear", 1, 4096)
-    assert trainer._verdict(*trainer._target("qwen3-30b-a3b", sizes, load, value, None)) == verdict
+    seconds = 4096 / value, 0.0, 0.1
+    row = trainer._row("qwen3-30b-a3b", sizes, load, 16, seconds, 2**30, [])
+    assert (row.verdict, row.must, row.aim) == (verdict, 15_000, 22_000)
     fewer = dataclasses.replace(sizes, config=named_config("qwen3-30b-a3b").first_layers(4))
     assert trainer._target("qwen3-30b-a3b", fewer, load, value, None) == (None, None, None)
