@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -49,18 +49,28 @@ class InSlot:
         return short_names(self.ranks)
 
 
+class Place(NamedTuple):
+    """Where the factors of a projection are: in which stack of several, at which index of it."""
+
+    stack: str
+    index: int
+
+
 @dataclass(frozen=True)
 class DeviceParams:
     """Values that fit a bank, on its devices.
 
     Attributes:
-      values: by `Projection.name`; `Factors` at the adapter's own rank, or a whole slot.
+      values: by `Projection.name`; `Factors` at the adapter's own rank, or a whole slot. Or, if
+        there are places, stacks: `Factors` of several projections, with an axis for them in front.
       in_slot: what stands for them once they are written.
+      places: of the projections, where values are stacks.
       finite: whether they are known to be.
     """
 
     values: Mapping[str, Factors | Lora | KvBLora]
     in_slot: InSlot
+    places: tuple[tuple[str, Place], ...] = ()
     finite: bool = False
 
     @classmethod
@@ -94,13 +104,29 @@ class DeviceParams:
             values[name] = type(value)(*(_beside(array, lora.a) for array in value))
         return cls(values, InSlot(ranks))
 
+    @classmethod
+    def of_stacks(
+        cls,
+        factors: Mapping[str, tuple[jax.Array, jax.Array]],
+        scalings: Mapping[str, jax.Array],
+        places: Mapping[str, Place],
+    ) -> DeviceParams:
+        """What a trainer has made to fit the bank, in stacks.
+
+        Args:
+          factors, scalings: A, B and scaling `[projections, …]` of each stack.
+        """
+        values = {stack: Factors(*factors[stack], scalings[stack]) for stack in factors}
+        ranks = {name: factors[stack][0].shape[2] for name, (stack, _) in places.items()}
+        return cls(values, InSlot(ranks), tuple(places.items()))
+
     def moved(self, factors: Mapping[str, tuple[jax.Array, jax.Array]]) -> DeviceParams:
-        """The same projections with finite A and B of the same shapes: nothing is checked again."""
+        """The same with finite A and B of the same shapes, which nobody checks again."""
         values = {}
         for name, own in self.values.items():
             a, b = factors[name]
             values[name] = own._replace(a=a, b=b)
-        return DeviceParams(values, self.in_slot, finite=True)
+        return replace(self, values=values, finite=True)
 
 
 def _wrong(key: str, expected: object, found: object) -> AdapterError:

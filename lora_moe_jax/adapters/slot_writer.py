@@ -6,11 +6,13 @@ the runtime writes into donated memory only after everything dispatched that rea
 
 Adapters from host memory are padded there; each shape of projection has a function, compiled at the
 start. Adapters from the device take one function for the whole bank, compiled when the first one of
-these shapes comes.
+these shapes comes. One more is for a trainer's next version in the slot of the last, which leaves
+alone what is the same: the scaling, and the zeros of projections that it does not have.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +38,7 @@ class SlotWriter:
             for name, lora in bank.arrays.items()
         }
         self._write_all = jax.jit(_write_all, donate_argnums=0, out_shardings=shardings)
+        self._held: dict[int, InSlot] = {}  # by slot, what a trainer has written there
         self._finite = jax.jit(_finite)
         self._writers = self._compile(_compiled_writer)
         self._readers: dict[str, Any] = {}
@@ -46,14 +49,31 @@ class SlotWriter:
         Raises:
           AdapterError: it does not fit. Nothing is written then.
         """
-        arrays, index = self._bank.arrays, np.int32(slot)
-        if isinstance(adapter, DeviceParams):
+        held, index = self._held.pop(slot, None), np.int32(slot)
+        if not isinstance(adapter, DeviceParams):
+            self._write_host(index, adapter)
+        elif not adapter.places:
+            arrays = self._bank.arrays
             arrays.update(self._write_all(arrays, index, adapter.values))
-            return
+        else:
+            self._write_stacks(index, adapter, whole=held is not adapter.in_slot)
+            self._held[slot] = adapter.in_slot
+
+    def _write_host(self, index: np.int32, adapter: Adapter) -> None:
         self._bank.check(adapter)
+        arrays = self._bank.arrays
         for name, lora in arrays.items():
             values = _padded(lora, adapter.pairs.get(name))
             arrays[name] = self._writers[name](lora, index, values)
+
+    def _write_stacks(self, index: np.int32, params: DeviceParams, whole: bool) -> None:
+        arrays = self._bank.arrays
+        if whole:
+            arrays.update(_write_stacks(params.places, arrays, index, params.values))
+            return
+        factors = {name: arrays[name]._replace(scaling=None) for name, _ in params.places}
+        for name, lora in _write_stacks(params.places, factors, index, params.values).items():
+            arrays[name] = lora._replace(scaling=arrays[name].scaling)
 
     def check_finite(self, params: DeviceParams) -> None:
         """Raises AdapterError for a NaN or an infinity. Waits until the values are there."""
@@ -116,6 +136,8 @@ def _padded_on_device(lora: Lora | KvBLora, pair: Factors) -> Lora | KvBLora:
         zero.at[:, :rank].set(part.astype(zero.dtype))
         for zero, part in zip(zeros, _parts(lora, pair), strict=True)
     ]
+    if lora.scaling is None:  # it stays
+        return type(lora)(*factors, None)
     return type(lora)(*factors, jnp.broadcast_to(pair.scaling, lora.scaling.shape[1:]))
 
 
@@ -143,21 +165,38 @@ def _write_all(arrays, slot: jax.Array, params):
     for name, lora in arrays.items():
         values = params.get(name)
         if values is None:
-            values = type(lora)(*(jnp.zeros(array.shape[1:], array.dtype) for array in lora))
+            values = _zeros(lora)
         elif isinstance(values, Factors):
             values = _padded_on_device(lora, values)
         written[name] = _write_slot(lora, slot, values)
     return written
 
 
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _write_stacks(places, arrays, slot: jax.Array, stacks):
+    """`_write_all` of stacks; arrays without a scaling keep theirs."""
+    places, written = dict(places), {}
+    for name, lora in arrays.items():
+        if name in places:
+            stack, index = places[name]
+            values = _padded_on_device(lora, Factors(*(x[index] for x in stacks[stack])))
+        else:
+            values = _zeros(lora)
+        written[name] = _write_slot(lora, slot, values)
+    return written
+
+
+def _zeros(lora: Lora | KvBLora):
+    return type(lora)(*(jnp.zeros(array.shape[1:], array.dtype) for array in lora))
+
+
 def _write_slot(lora, slot: jax.Array, values):
     """The arrays of one projection with one slot replaced."""
-    return type(lora)(
-        *(
-            jax.lax.dynamic_update_index_in_dim(array, value.astype(array.dtype), slot, 0)
-            for array, value in zip(lora, values, strict=True)
-        )
-    )
+
+    def write(array, value):
+        return jax.lax.dynamic_update_index_in_dim(array, value.astype(array.dtype), slot, 0)
+
+    return jax.tree.map(write, lora, values)
 
 
 def _read_slot(lora, slot: jax.Array):

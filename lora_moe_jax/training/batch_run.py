@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from lora_moe_jax.adapters.device_params import Place
 from lora_moe_jax.training.datum import Row
 from lora_moe_jax.training.loss_value import value_and_gradient
 from lora_moe_jax.training.losses import Loss
 from lora_moe_jax.training.masters import Masters
 from lora_moe_jax.training.model_pass import KeptOfPieces, ModelPass
-from lora_moe_jax.training.optimizer import of_adapter, sums
+from lora_moe_jax.training.optimizer import with_gradients, zeros_like
 from lora_moe_jax.training.packing import (
     Pack,
     PackedBatch,
@@ -28,10 +29,11 @@ from lora_moe_jax.training.pieces import SlotGradients
 
 @dataclass(frozen=True)
 class InTraining:
-    """An adapter of the batch, and its slot now."""
+    """An adapter of the batch: its slot now, its masters, and where projections lie in them."""
 
     slot: int
     masters: Masters
+    places: Mapping[str, Place]
 
 
 @dataclass
@@ -104,19 +106,17 @@ class BatchRun:
         flat = np.zeros(sizes.tokens, np.float32)
         for row, place in zip(pack.rows, places(pack), strict=True):
             flat[place] = gradients[row.place]
+        for name in pack.pieces:
+            if name not in self.gradients:
+                self.gradients[name] = zeros_like(self.adapters[name].masters)
         for of_slots in self.model.backward(sizes, batch, kept, flat):
             for name in pack.pieces:
                 self._add(name, of_slots)
 
     def _add(self, name: str, of_slots: SlotGradients) -> None:
         """Adds an adapter's part of a piece's gradients."""
-        own, total = self.adapters[name], self.gradients.setdefault(name, {})
-        wanted = {key: of_slots[key] for key in of_slots if key in own.masters}
-        if not wanted:
-            return
-        like = {key: own.masters[key] for key in wanted}
-        gradients = of_adapter(like, wanted, np.int32(own.slot))
-        if not total.keys() >= wanted.keys():
-            total |= gradients
-        else:
-            total |= sums({key: total[key] for key in wanted}, gradients)
+        own = self.adapters[name]
+        wanted = {key: of_slots[key] for key in of_slots if key in own.places}
+        if wanted:
+            total = self.gradients[name]
+            self.gradients[name] = with_gradients(total, wanted, own.places, np.int32(own.slot))

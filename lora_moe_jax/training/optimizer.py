@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
+from lora_moe_jax.adapters.device_params import Place
 from lora_moe_jax.training.masters import Master, Masters
 from lora_moe_jax.training.pieces import SlotGradients
 
@@ -77,38 +79,51 @@ def _step(scaling, bank_dtype, masters: Masters, state, gradients: Masters, sett
     return Stepped(*kept, good, norm)
 
 
-def of_adapter(like: Masters, gradients: SlotGradients, slot: np.int32) -> Masters:
-    """The gradients of one slot in float32, in the shapes of the adapter's own factors."""
-    found = _of_slot(list(like.values()), [gradients[name] for name in like], slot)
-    return dict(zip(like, found, strict=True))
+def with_gradients(
+    totals: Masters, gradients: SlotGradients, places: Mapping[str, Place], slot: np.int32
+) -> Masters:
+    """Sums so far plus one slot's gradients of some projections; the former are donated."""
+    stacks = {place.stack: totals[place.stack] for place in map(places.get, gradients)}
+    where = [places[name] for name in gradients]
+    order = tuple(place.stack for place in where)
+    indices = np.int32([place.index for place in where])
+    return totals | _with_gradients(order, stacks, [*gradients.values()], indices, slot)
 
 
-@jax.jit
-def _of_slot(like: list[Master], gradients: list[dict[str, jax.Array]], slot) -> list[Master]:
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _with_gradients(order, totals: Masters, gradients: list[dict[str, jax.Array]], indices, slot):
     """Without names: layers that are alike share a compiled function."""
-    found = []
-    for master, factors in zip(like, gradients, strict=True):
+    totals = dict(totals)
+    for i, (stack, factors) in enumerate(zip(order, gradients, strict=True)):
         own = {key: x[slot].astype(jnp.float32) for key, x in factors.items()}
-        found.append(_as_master(own, master))
-    return found
+        totals[stack] = jax.tree.map(
+            functools.partial(_add_at, indices[i]), totals[stack], _as_master(own, totals[stack])
+        )
+    return totals
 
 
-def _as_master(factors: Mapping[str, jax.Array], master: Master) -> Master:
+def _add_at(index: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
+    one = lax.dynamic_index_in_dim(total, index, keepdims=False) + part
+    return lax.dynamic_update_index_in_dim(total, one, index, 0)
+
+
+def _as_master(factors: Mapping[str, jax.Array], stack: Master) -> Master:
     """A slot's factors at the adapter's own rank; kv_b's B, by head and in halves, in one."""
-    rank = master.a.shape[1]
+    rank = stack.a.shape[2]
     own = {name: factor[:, :rank] for name, factor in factors.items()}
     if "b" in own:
         return Master(own["a"], own["b"])
     by_head = jnp.concatenate([own["b_key"], own["b_value"]], axis=2)
-    return Master(own["a"], by_head.swapaxes(0, 1).reshape(master.b.shape))
+    return Master(own["a"], by_head.swapaxes(0, 1).reshape(stack.b.shape[1:]))
 
 
-def sums(total: Masters, gradients: Masters) -> Masters:
-    """Gradients so far plus more of them; the former are donated."""
-    found = _sums([*total.values()], [gradients[name] for name in total])
-    return dict(zip(total, found, strict=True))
+@jax.jit
+def zeros_like(masters: Masters) -> Masters:
+    """Where gradients are summed."""
+    return jax.tree.map(jnp.zeros_like, masters)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _sums(total: list[Master], gradients: list[Master]) -> list[Master]:
+def sums(total: Masters, gradients: Masters) -> Masters:
+    """Gradients so far plus more of them; the former are donated."""
     return jax.tree.map(jnp.add, total, gradients)

@@ -19,7 +19,7 @@ from lora_moe_jax.strict_json import read_json_object
 from lora_moe_jax.training.config import LoraConfig, PairShape, pair_shapes
 from lora_moe_jax.training.state_folder import DOCUMENT, newest_state, read_arrays
 
-SCHEMA = 1
+SCHEMA = 2
 _NOT_OF_ITS_NUMBERS = ("dtype", "max_position", "bos_token_id", "eos_token_ids")
 
 # An array as the document lists it: its path in a pytree, dtype, and shape.

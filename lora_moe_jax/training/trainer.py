@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -22,10 +22,10 @@ from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.training.arguments import buckets_of, checked_number
 from lora_moe_jax.training.batch_run import BatchRun, InTraining
-from lora_moe_jax.training.config import LoraConfig, PairShape, pair_shapes
+from lora_moe_jax.training.config import LoraConfig, pair_shapes
 from lora_moe_jax.training.datum import Datum, checked_rows
 from lora_moe_jax.training.losses import Loss, LossFunction, loss_of
-from lora_moe_jax.training.masters import Masters, initial_masters, lora_pairs, master_shapes
+from lora_moe_jax.training.masters import Masters, Stacks, initial_masters
 from lora_moe_jax.training.model_pass import ModelPass
 from lora_moe_jax.training.optimizer import Optimizer, Stepped, StepSettings, sums
 from lora_moe_jax.training.packing import PackSizes
@@ -47,6 +47,7 @@ class Training:
     """One adapter in training.
 
     Attributes:
+      stacks: where its projections lie in masters, moments and gradients.
       version: the engine's, that the masters are in as the bank holds them.
       params: of that version, as the engine took them.
       gradients: the sum since the last step; None if there is none.
@@ -54,7 +55,7 @@ class Training:
     """
 
     config: LoraConfig
-    shapes: dict[str, PairShape]
+    stacks: Stacks
     masters: Masters
     moments: optax.OptState
     version: int = 0
@@ -129,10 +130,10 @@ class Trainer:
                 "an adapter is trained from a LoraConfig", key="config", found=type(config).__name__
             )
         self._check_new(name)
-        shapes = pair_shapes(config, engine.bank)
-        masters = initial_masters(config, shapes, engine.bank.projections)
+        stacks = Stacks(pair_shapes(config, engine.bank))
+        masters = initial_masters(config, stacks, engine.bank.projections)
         state = self._placed((masters, self._optimizer.init(masters)))
-        training = Training(config, shapes, *state)
+        training = Training(config, stacks, *state)
         with uninterrupted():  # the engine's word and this one's belong together
             info = self._publish(name, training)
             self._adapters[name] = training
@@ -180,9 +181,10 @@ class Trainer:
           AdapterError: it is not in training, or see `write_adapter`.
         """
         training = self._training(name)
+        shapes = training.stacks.shapes
         pairs = {
-            projection: LoraPair(np.array(pair.a), np.array(pair.b), pair.scaling, pair.ranks)
-            for projection, pair in lora_pairs(training.masters, training.shapes).items()
+            projection: LoraPair(*master, shapes[projection].scaling, shapes[projection].ranks)
+            for projection, master in training.stacks.split(training.masters).items()
         }
         adapter = Adapter(pairs, "device", training.config.peft())
         write_adapter(folder, adapter, self._every_projection(), layout=layout)
@@ -256,17 +258,17 @@ class Trainer:
         trainer = cls(engine, token_buckets=token_buckets, optimizer=optimizer)
         saved = SavedState(folder)
         saved.check_model(engine.config)
-        shapes, likes = {}, {}
+        stacks, likes = {}, {}
         for name, adapter in saved.adapters.items():
             trainer._check_new(name)
-            shapes[name] = saved.shapes(name, engine.bank)
-            masters = master_shapes(shapes[name])
+            stacks[name] = Stacks(saved.shapes(name, engine.bank))
+            masters = stacks[name].like()
             moments = jax.eval_shape(trainer._optimizer.init, masters)
             like = {"masters": masters, "moments": moments, "gradients": masters}
             likes[name] = {part: like[part] for part in adapter.arrays}
         for name, parts in saved.arrays(likes).items():
             config, steps = saved.adapters[name].config, saved.adapters[name].steps
-            training = Training(config, shapes[name], **trainer._placed(parts), steps=steps)
+            training = Training(config, stacks[name], **trainer._placed(parts), steps=steps)
             trainer._adapters[name] = training
         trainer._publish_all()
         return trainer, saved.extra
@@ -433,14 +435,9 @@ class Trainer:
     def _publish(self, name: str, training: Training) -> AdapterInfo:
         """Makes the masters the engine's newest version."""
         if training.params is None:
-            pairs = lora_pairs(training.masters, training.shapes)
-            params = DeviceParams.of(pairs, self._engine.bank)
-            # What never changes is sent once.
-            scalings = self._placed({key: own.scaling for key, own in params.values.items()})
-            values = {
-                key: own._replace(scaling=scalings[key]) for key, own in params.values.items()
-            }
-            params = replace(params, values=values)
+            scalings = self._placed(training.stacks.scalings())
+            places = training.stacks.places
+            params = DeviceParams.of_stacks(training.masters, scalings, places)
         else:  # the step has looked whether they are finite
             params = training.params.moved(training.masters)
         info = self._engine.update_adapter(name, params, trainer=self)
@@ -453,10 +450,11 @@ class Trainer:
             if self._adapters[name].stale:
                 self._publish(name, self._adapters[name])
         slots = self._engine.adapter_slots(names)
-        return {
-            name: InTraining(slot, self._adapters[name].masters)
-            for name, slot in zip(names, slots, strict=True)
-        }
+        found = {}
+        for name, slot in zip(names, slots, strict=True):
+            training = self._adapters[name]
+            found[name] = InTraining(slot, training.masters, training.stacks.places)
+        return found
 
     def _every_projection(self) -> dict[str, Projection]:
         """The base model's, also those without slots in the engine: a file's names mean them."""
@@ -472,7 +470,7 @@ def _state_of(training: Training) -> AdapterState:
     parts = {"masters": training.masters, "moments": training.moments}
     if training.gradients is not None:
         parts["gradients"] = training.gradients
-    return AdapterState(training.config, training.steps, list(training.shapes), parts)
+    return AdapterState(training.config, training.steps, list(training.stacks.shapes), parts)
 
 
 def _nbytes(arrays: object) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from lora_moe_jax import Engine
 from lora_moe_jax.training import Datum, LoraConfig, Trainer
+from lora_moe_jax.training.masters import Master
 
 
 def data(sizes: Sequence[tuple[str, int]], seed: int = 0, **fields) -> list[Datum]:
@@ -54,6 +55,12 @@ def gradients(trainer: Trainer, name: str) -> list[np.ndarray]:
     training = trainer._adapters[name]
     found, training.gradients = arrays(training.gradients), None
     return found
+
+
+def master(trainer: Trainer, name: str, projection: str) -> Master:
+    """An adapter's factors of a projection."""
+    training = trainer._adapters[name]
+    return training.stacks.split(training.masters)[projection]
 
 
 def state(trainer: Trainer, engine: Engine, name: str) -> list[np.ndarray]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lora_moe_jax.training.masters import Master, lora_pairs
+from lora_moe_jax.adapters import LoraPair
 from tests.training.helpers import add, data, scores
 
 STEP = 5e-4  # small enough that no token changes its experts
@@ -33,14 +32,14 @@ def test_gradients_are_slopes(pair, family):
     losses = trainer.forward_backward(batch).losses
     np.testing.assert_allclose(losses["a"], total(engine, batch), rtol=1e-5)
     training = trainer._adapters["a"]
-    found, training.gradients = training.gradients, None
+    found, training.gradients = training.stacks.split(training.gradients), None
     kinds = defaultdict(list)
     for name in found:
         kinds[name.split(".", 3)[-1]].append(name)
     assert {"embed_tokens", "lm_head", "mlp.gate", "self_attn.o_proj"} <= set(kinds)
     for kind, names in kinds.items():
         for field in ("a", "b"):
-            directions = {name: np.asarray(getattr(found[name], field)) for name in names}
+            directions = {name: getattr(found[name], field) for name in names}
             norm = np.sqrt(sum(float(np.sum(np.float64(d) ** 2)) for d in directions.values()))
             slope = _slope(engine, training, batch, directions, field, norm)
             assert norm > 0, (kind, field)
@@ -51,11 +50,14 @@ def _slope(engine, training, batch, directions, field, norm) -> float:
     """Of the loss along a direction of this norm, made one of norm 1."""
     values = []
     for sign in (1, -1):
-        moved = dict(training.masters)
-        for name, direction in directions.items():
-            value = getattr(moved[name], field) + sign * STEP / norm * direction
-            moved[name] = Master(*moved[name])._replace(**{field: jnp.asarray(value)})
-        engine.update_adapter("probe", lora_pairs(moved, training.shapes))
+        pairs = {}
+        for name, master in training.stacks.split(training.masters).items():
+            if name in directions:
+                value = getattr(master, field) + np.float32(sign * STEP / norm) * directions[name]
+                master = master._replace(**{field: value})
+            shape = training.stacks.shapes[name]
+            pairs[name] = LoraPair(*master, shape.scaling, shape.ranks)
+        engine.update_adapter("probe", pairs)
         probes = [type(d)(d.tokens, "probe", d.weights) for d in batch]
         values.append(total(engine, probes))
     return (values[0] - values[1]) / (2 * STEP)

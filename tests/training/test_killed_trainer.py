@@ -30,10 +30,13 @@ def killed(folder: Path, rounds: int, seed: int) -> list[dict]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+LONG = [(25, seed) for seed in range(8)]  # 200 in all; `-n 8` runs them side by side
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [1, 200])
-def test_killed_at_some_moments(pair, tmp_path, rounds):
-    told = killed(tmp_path / "states", rounds, seed=rounds)
+@pytest.mark.parametrize(("rounds", "seed"), [(1, 0), *LONG])
+def test_killed_at_some_moments(pair, tmp_path, rounds, seed):
+    told = killed(tmp_path / "states", rounds, seed)
     assert len({line["round"] for line in told if line["restored"]}) == rounds + 1
     assert told[-1]["step"] >= rounds + 2, "the disk has a step more of each"
 

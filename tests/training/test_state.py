@@ -143,7 +143,7 @@ def edit(state: Path, *keys: str | int, value: object) -> None:
 
 
 EDITS = [
-    (("schema",), 2, "schema"),
+    (("schema",), 3, "schema"),
     (("schema",), "1", "schema"),
     (("model", "hidden_size"), 65, "model.hidden_size"),
     (("model", "rope", "theta"), 3, "model.rope.theta"),
