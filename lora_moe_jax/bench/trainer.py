@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ from lora_moe_jax.training import Datum, LoraConfig, Trainer
 
 PAGE = 64
 ROUNDS = 5
+UPDATES = 1000
 PACK = 2  # sequences that pass together; a larger batch adds up gradients
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj"}
 ATTENTION |= {"kv_a_proj_with_mqa", "kv_b_proj"}
@@ -65,6 +67,7 @@ def run_training(
     rank: int,
     dtype: str = "bfloat16",
     rounds: int = ROUNDS,
+    updates: int = UPDATES,
     json_file: Path | None = None,
 ) -> Report:
     """Measures each load on an engine of its own, prints the table and writes the rows as JSON."""
@@ -73,7 +76,7 @@ def run_training(
     if json_file is not None:
         report.write(json_file)
     for load in loads:
-        rows.append(measure(name, config, load, rank, dtype, rounds, rows))
+        rows.append(measure(name, config, load, rank, dtype, rounds, updates, rows))
         if json_file is not None:
             report.write(json_file)
     console.print(table(rows))
@@ -81,7 +84,14 @@ def run_training(
 
 
 def measure(
-    name: str, config: ModelConfig, load: Load, rank: int, dtype: str, rounds: int, rows
+    name: str,
+    config: ModelConfig,
+    load: Load,
+    rank: int,
+    dtype: str,
+    rounds: int,
+    updates: int,
+    rows: list[TrainerRow],
 ) -> TrainerRow:
     """One load, on random weights made for it."""
     engine, sizes = _engine(config, load, rank, dtype)
@@ -99,14 +109,47 @@ def measure(
             state = sum(info.nbytes for info in trainer.adapters())
             trainer.optim_step(names, 1e-4)
             jax.block_until_ready(engine.bank.arrays)
-            stepped = time.perf_counter()
-            trainer.update_engine(names[0])
-            jax.block_until_ready(engine.bank.arrays)
-            times.append((passed - start, stepped - passed, time.perf_counter() - stepped))
+            times.append((passed - start, time.perf_counter() - passed))
             bar.update(number + 1, rounds + 1)
     # The first ones compile.
     seconds = [statistics.median(of_kind) for of_kind in zip(*times[1:], strict=True)]
-    return _row(name, sizes, load, rank, seconds, state, rows)
+    update = _update(engine, trainer, names[0], updates)
+    return _row(name, sizes, load, rank, seconds, update, state, rows)
+
+
+class Updates(NamedTuple):
+    """New versions of an adapter, one after the other.
+
+    Attributes:
+      seconds: the median.
+      growth: bytes in use after the last, less those after the first.
+    """
+
+    count: int
+    seconds: float
+    growth: int
+
+
+def _update(engine: Engine, trainer: Trainer, name: str, count: int) -> Updates:
+    times, in_use = [], []
+    with progress_bar("updating", shown=True) as bar:
+        for number in range(count + 1):
+            start = time.perf_counter()
+            trainer.update_engine(name)
+            jax.block_until_ready(engine.bank.arrays)
+            times.append(time.perf_counter() - start)
+            if number in (0, count):
+                in_use.append(_bytes_in_use())
+            bar.update(number, count)
+    return Updates(count, statistics.median(times[1:]), in_use[1] - in_use[0])
+
+
+def _bytes_in_use() -> int:
+    """On the device; off a GPU, of arrays."""
+    memory = jax.local_devices()[0].memory_stats()
+    if memory is not None:
+        return memory["bytes_in_use"]
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 def _engine(config: ModelConfig, load: Load, rank: int, dtype: str) -> tuple[Engine, ModelSizes]:
@@ -144,8 +187,10 @@ def _batch(config: ModelConfig, load: Load, names: list[str], seed: int) -> list
     return [Datum(own, names[i % len(names)]) for i, own in enumerate(tokens)]
 
 
-def _row(name, sizes: ModelSizes, load: Load, rank: int, seconds, state: int, rows) -> TrainerRow:
-    one_pass, step, update = seconds
+def _row(
+    name, sizes: ModelSizes, load: Load, rank: int, seconds, update: Updates, state: int, rows
+) -> TrainerRow:
+    one_pass, step = seconds
     tokens = load.sequences * load.length
     flops = sizes.training_flops(load.sequences, load.length)
     speed = tokens / (one_pass + step)
@@ -162,7 +207,9 @@ def _row(name, sizes: ModelSizes, load: Load, rank: int, seconds, state: int, ro
         length=load.length,
         batch_ms=1e3 * one_pass,
         step_ms=1e3 * step,
-        update_ms=1e3 * update,
+        update_ms=1e3 * update.seconds,
+        updates=update.count,
+        update_growth=update.growth,
         tokens_per_second=speed,
         useful_tflop=flops / 1e12,
         tflops=flops / (one_pass + step) / 1e12 if on_gpu() else None,

@@ -18,7 +18,8 @@ class TrainerRow:
       targets: "all linear", with the routed experts, or "attention".
       batch_ms: median time of a forward and backward pass.
       step_ms: of the steps of all adapters, with the engine's new versions.
-      update_ms: of one new version alone.
+      update_ms: median time of a new version in the engine, of `updates` in a row.
+      update_growth: bytes that all of these have left on the device.
       tflops: useful FLOPs of both, per second; None off a GPU, as memory.
       share: the least time that these FLOPs take, over the time.
       peak_gib: the most memory in use since the process began.
@@ -36,6 +37,8 @@ class TrainerRow:
     batch_ms: float
     step_ms: float
     update_ms: float
+    updates: int
+    update_growth: int
     tokens_per_second: float
     useful_tflop: float
     tflops: float | None
@@ -55,7 +58,7 @@ def table(rows: list[TrainerRow]) -> Table:
         "sequences",
         "pass ms",
         "step ms",
-        "update ms",
+        "update ms (bytes left)",
         "tokens/s",
         "TFLOP/s",
         "of the roofline",
@@ -74,7 +77,7 @@ def table(rows: list[TrainerRow]) -> Table:
             f"{row.sequences} × {row.length}",
             f"{row.batch_ms:.1f}",
             f"{row.step_ms:.1f}",
-            f"{row.update_ms:.2f}",
+            f"{row.update_ms:.2f} ({row.update_growth})",
             f"{row.tokens_per_second:.0f}",
             ratio_cell(row.tflops, 0),
             ratio_cell(row.share),

@@ -13,6 +13,8 @@ from lora_moe_jax.cli import main
 from lora_moe_jax.config.named import named_config
 from tests.bench.test_serving import sizes_of, small_config
 
+UPDATES = trainer.Updates(1000, 0.004, 0)
+
 
 @pytest.mark.slow
 def test_a_small_model(tmp_path, capsys):
@@ -23,20 +25,21 @@ def test_a_small_model(tmp_path, capsys):
     (row,) = read_report(file).sections["trainer"]
     assert (row.adapters, row.sequences, row.layers) == (2, 3, 1)
     assert row.batch_ms > 0 and row.step_ms > 0 and row.update_ms > 0 and row.state_gib > 0
+    assert (row.updates, row.update_growth) == (1000, 0)
     assert row.over_one is None and row.tflops is None and row.verdict == ""
     assert "Training a whole model" in capsys.readouterr().out
     assert main(["bench", "show", str(file)]) == 0
 
 
 def test_many_adapters_are_compared_with_one():
-    sizes, seconds = sizes_of("qwen3-30b-a3b"), (2.0, 0.5, 0.1)
-    one = trainer._row("m", sizes, Load(1, "all linear", 8, 64), 16, seconds, 2**30, [])
+    sizes, seconds = sizes_of("qwen3-30b-a3b"), (2.0, 0.5)
+    one = trainer._row("m", sizes, Load(1, "all linear", 8, 64), 16, seconds, UPDATES, 2**30, [])
     eight = Load(8, "all linear", 8, 64)
-    row = trainer._row("m", sizes, eight, 16, (2.5, 0.5, 0.1), 8 * 2**30, [one])
+    row = trainer._row("m", sizes, eight, 16, (2.5, 0.5), UPDATES, 8 * 2**30, [one])
     assert one.tokens_per_second == pytest.approx(8 * 64 / 2.5)
     assert row.over_one == pytest.approx(2.5 / 3) and row.state_gib == 8
     attention = dataclasses.replace(one, targets="attention")
-    assert trainer._row("m", sizes, eight, 16, seconds, 0, [attention]).over_one is None
+    assert trainer._row("m", sizes, eight, 16, seconds, UPDATES, 0, [attention]).over_one is None
 
 
 def test_without_numbers_attention_is_measured_too():
@@ -67,8 +70,8 @@ def test_useful_operations_of_a_dense_layer():
 def test_what_the_whole_model_is_held_to(monkeypatch, value, verdict):
     monkeypatch.setattr(trainer, "on_gpu", lambda: True)
     sizes, load = sizes_of("qwen3-30b-a3b"), Load(1, "all linear", 1, 4096)
-    seconds = 4096 / value, 0.0, 0.1
-    row = trainer._row("qwen3-30b-a3b", sizes, load, 16, seconds, 2**30, [])
+    seconds = 4096 / value, 0.0
+    row = trainer._row("qwen3-30b-a3b", sizes, load, 16, seconds, UPDATES, 2**30, [])
     assert (row.verdict, row.must, row.aim) == (verdict, 15_000, 22_000)
     fewer = dataclasses.replace(sizes, config=named_config("qwen3-30b-a3b").first_layers(4))
     assert trainer._target("qwen3-30b-a3b", fewer, load, value, None) == (None, None, None)
