@@ -119,7 +119,14 @@ def _parser() -> argparse.ArgumentParser:
     training = benches.add_parser("training", help="training adapters of a whole model")
     _add_bench_training_options(training)
     training.set_defaults(run=_bench_training)
-    mismatch = benches.add_parser("mismatch", help="logprobs of the sampler and of the trainer")
+    mismatch = benches.add_parser(
+        "mismatch",
+        help="logprobs and experts of the sampler and of the trainer",
+        description="Samples, and compares each token's logprob, and the experts that every router "
+        "chose for it, with the trainer's. Weights, a cache for all requests and the adapters in "
+        "training have to fit into the memory of one device; JAX takes 0.75 of a GPU's, more with "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment.",
+    )
     _add_bench_mismatch_options(mismatch)
     mismatch.set_defaults(run=_bench_mismatch)
     shown = benches.add_parser("show", help="the tables of a file that --json wrote")

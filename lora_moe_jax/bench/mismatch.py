@@ -1,24 +1,30 @@
-"""`lora-moe-jax bench mismatch`: how far the sampler's logprobs are from the trainer's."""
+"""`bench mismatch`: how far the sampler's logprobs and experts are from the trainer's."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
 import numpy as np
 from rich.console import Console
 
 from lora_moe_jax.bench.mismatch_row import MismatchRow, table
 from lora_moe_jax.bench.report import Report, this_environment
+from lora_moe_jax.bench.routing import Replay, rerouted, run_recorded, trainer_choices
 from lora_moe_jax.config.model import ModelConfig
+from lora_moe_jax.errors import ConfigError
 from lora_moe_jax.models.build import random_model
 from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.options import EngineOptions, slot_config
 from lora_moe_jax.serving.progress import progress_bar
-from lora_moe_jax.serving.request import Completion
+from lora_moe_jax.serving.request import Request, scores
 from lora_moe_jax.serving.sampling_params import SamplingParams
+from lora_moe_jax.serving.sizes import MORE_MEMORY
+from lora_moe_jax.serving.step_batch import StepBatch
 from lora_moe_jax.training import Datum, LoraConfig, Trainer
 
 PAGE = 64
@@ -56,40 +62,76 @@ def run_mismatch(
     dtype: str = "bfloat16",
     json_file: Path | None = None,
 ) -> Report:
-    """Samples, scores and trains on the samples, prints the table and writes the rows as JSON."""
+    """Samples, scores and trains on the samples, prints the table and writes the rows as JSON.
+
+    Raises:
+      ConfigError: the memory of the device is too small.
+    """
     rows: list[MismatchRow] = []
     report = Report(this_environment(), {"mismatch": rows})
     if json_file is not None:
         report.write(json_file)
-    rows += measure(name, config, load, rank, dtype)
+    try:
+        rows += measure(name, config, load, rank, dtype)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            "the engine and its trainer do not fit into the memory of the device",
+            found=str(error).splitlines()[0],
+            hint=f"lower --requests, --prompt, --output, --adapters or --rank; {MORE_MEMORY}",
+        ) from error
     if json_file is not None:
         report.write(json_file)
     console.print(table(rows))
     return report
 
 
+class Sampled(NamedTuple):
+    """What the engine did for some sequences, and the logprobs it gave: of each the last ones."""
+
+    requests: Sequence[Request]
+    logprobs: list[np.ndarray]
+    batches: list[StepBatch]
+
+
+class Found(NamedTuple):
+    """Part by part: differences of logprobs, and which (layer, token) pairs went elsewhere."""
+
+    logprobs: list[np.ndarray]
+    rerouted: list[np.ndarray]
+
+
 def measure(name: str, config: ModelConfig, load: Load, rank: int, dtype: str) -> list[MismatchRow]:
-    """The samplers' logprobs, of `generate` and of `score`, against the trainer's."""
+    """The samplers' logprobs and experts, of `generate` and of `score`, against the trainer's."""
     engine = _engine(config, load, rank, dtype)
     trainer = Trainer(engine, token_buckets=[PAGE * -(-4 * load.length // PAGE)])
     names = [str(number) for number in range(load.adapters)]
     _random_adapters(trainer, names, config, rank)
-    found: dict[str, list[np.ndarray]] = {"generate": [], "score": []}
+    replay = Replay(engine) if _has_routers(config) else None
+    found = {"generate": Found([], []), "score": Found([], [])}
     sampled = 0
     with progress_bar("sampling and training", shown=True) as bar:
-        for completions in _samples(engine, config, load, names):
-            sequences = [own.prompt_token_ids + own.token_ids for own in completions]
-            adapters = [own.adapter for own in completions]
-            trained = trainer.forward_backward(list(map(Datum, sequences, adapters))).logprobs
-            scored = engine.score(sequences, adapters)
-            for own, of_trainer, score in zip(completions, trained, scored, strict=True):
-                made = len(own.token_ids)
-                of_engine = np.array(own.logprobs, np.float32)
-                found["generate"].append(of_engine - of_trainer[-made:])
-                found["score"].append(score.logprobs - of_trainer)
+        for generated in _samples(engine, config, load, names):
+            data = [Datum(request.tokens, request.adapter_name) for request in generated.requests]
+            logprobs = trainer.forward_backward(data).logprobs
+            choices = trainer_choices(engine, trainer, data) if replay else None
+            for side, its in (("generate", generated), ("score", _scored(engine, data))):
+                compared = [len(own) for own in its.logprobs]
+                for own, other, count in zip(its.logprobs, logprobs, compared, strict=True):
+                    found[side].logprobs.append(own - other[-count:])
+                if replay is None:
+                    continue
+                experts = replay.choices(its.requests, its.batches)
+                for own, other, count in zip(experts, choices, compared, strict=True):
+                    found[side].rerouted.append(rerouted(own, other)[:, -count:])
             sampled += load.requests * load.output
             bar.update(sampled, load.tokens)
-    return [_row(name, config, load, rank, side, parts) for side, parts in found.items()]
+    return [_row(name, config, load, rank, side, its) for side, its in found.items()]
+
+
+def _has_routers(config: ModelConfig) -> bool:
+    return any(config.is_sparse(layer) for layer in range(config.num_layers))
 
 
 def _engine(config: ModelConfig, load: Load, rank: int, dtype: str) -> Engine:
@@ -104,6 +146,7 @@ def _engine(config: ModelConfig, load: Load, rank: int, dtype: str) -> Engine:
         token_buckets=None,
         prefill_chunk=None,
         decode_steps=1,
+        prefix_cache=False,  # see `Replay`
     )
     slots = slot_config(config, options, None, False)
     with progress_bar("making weights", shown=True) as bar:
@@ -122,7 +165,7 @@ def _random_adapters(trainer: Trainer, names: list[str], config: ModelConfig, ra
 
 def _samples(
     engine: Engine, config: ModelConfig, load: Load, names: list[str]
-) -> Iterator[list[Completion]]:
+) -> Iterator[Sampled]:
     """Completions of random prompts of many lengths, until there are enough tokens."""
     rng = np.random.default_rng(1)
     for _ in range(math.ceil(load.tokens / (load.requests * load.output))):
@@ -132,11 +175,22 @@ def _samples(
             SamplingParams(max_tokens=load.output, ignore_eos=True, logprobs=0, seed=int(seed))
             for seed in rng.integers(0, 2**31, load.requests)
         ]
-        yield engine.generate(prompts, params, [names[i % len(names)] for i in range(len(prompts))])
+        adapters = [names[i % len(names)] for i in range(len(prompts))]
+        with engine.stream(prompts, params, adapters) as stream:
+            batches = run_recorded(engine, stream)
+        logprobs = [np.array(request.logprobs, np.float32) for request in stream.requests]
+        yield Sampled(stream.requests, logprobs, batches)
 
 
-def _row(name, config, load: Load, rank: int, side: str, parts: list[np.ndarray]) -> MismatchRow:
-    difference = np.concatenate(parts).astype(np.float64)
+def _scored(engine: Engine, data: Sequence[Datum]) -> Sampled:
+    sequences, adapters = [datum.tokens for datum in data], [datum.adapter for datum in data]
+    with engine._open_scores(sequences, adapters, False, 0, 0) as stream:
+        batches = run_recorded(engine, stream)
+    return Sampled(stream.requests, [own.logprobs for own in scores(stream.requests)], batches)
+
+
+def _row(name, config, load: Load, rank: int, side: str, found: Found) -> MismatchRow:
+    difference = np.concatenate(found.logprobs).astype(np.float64)
     ratio = np.exp(difference)
     outside = (ratio < NEAR[0]) | (ratio > NEAR[1])
     return MismatchRow(
@@ -151,4 +205,5 @@ def _row(name, config, load: Load, rank: int, side: str, parts: list[np.ndarray]
         largest=float(np.abs(difference).max()),
         differing=float((difference != 0).mean()),
         outside=float(outside.mean()),
+        rerouted=float(np.concatenate(found.rerouted, axis=1).mean()) if found.rerouted else None,
     )

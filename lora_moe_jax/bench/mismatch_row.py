@@ -9,7 +9,7 @@ from rich.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class MismatchRow:
-    """The logprobs of tokens under a sampler less those under the trainer.
+    """The logprobs of tokens under a sampler less those under the trainer, and their experts.
 
     Attributes:
       sampler: "generate", as tokens were made, or "score", of whole sequences.
@@ -17,6 +17,9 @@ class MismatchRow:
       mean, largest: of the absolute differences.
       differing: the share of tokens whose two logprobs are not equal.
       outside: the share of tokens whose two probabilities have a ratio outside of [0.9, 1.1].
+      rerouted: the share of pairs of one of these tokens and a layer with a router in which the
+        router chose other experts, or the same in another order, for the token before it, from
+        which it is predicted; None without routers.
     """
 
     model: str
@@ -30,6 +33,7 @@ class MismatchRow:
     largest: float
     differing: float
     outside: float
+    rerouted: float | None
 
 
 def table(rows: list[MismatchRow]) -> Table:
@@ -42,8 +46,9 @@ def table(rows: list[MismatchRow]) -> Table:
         "largest",
         "differing",
         "ratio outside 0.9 to 1.1",
+        "other experts",
         "",
-        title="Logprobs of the sampler against the trainer's",
+        title="Logprobs and experts of the sampler against the trainer's",
     )
     for row in rows:
         shown.add_row(
@@ -55,6 +60,7 @@ def table(rows: list[MismatchRow]) -> Table:
             f"{row.largest:g}",
             f"{row.differing:.2%}",
             f"{row.outside:.2%}",
-            "[green]equal bits[/]" if row.largest == 0 else "[red]MISS[/]",
+            "–" if row.rerouted is None else f"{row.rerouted:.4%}",
+            "[red]MISS[/]" if row.largest or row.rerouted else "[green]equal bits[/]",
         )
     return shown

@@ -84,9 +84,20 @@ class MoeMlp(nnx.Module):
         valid: Bool[Array, " tokens"] | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """Args: `valid` is False for padding tokens, which no expert then works on."""
+        return self.routed(x, token_slots, valid)[0]
+
+    def routed(
+        self,
+        x: Float[Array, "tokens hidden"],
+        token_slots: Int[Array, " tokens"],
+        valid: Bool[Array, " tokens"] | None,
+    ) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens choices"]]:
+        """y, and the experts of each token, the one it likes best first."""
         experts, weights = self.gate(x, token_slots)
         local = self.experts.down_proj[...].shape[0]
         first = self.axes.index(self.expert_axis) * local
         routed = self.experts(x, experts, weights, token_slots, first, valid)
         y = self.axes.psum(routed, self.expert_axis, self.width_axis).astype(x.dtype)
-        return y if self.shared_experts is None else y + self.shared_experts(x, token_slots)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(x, token_slots)
+        return y, experts

@@ -33,7 +33,8 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], token_slots: jax.Array, cache: LayerCache
-    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
+    ) -> tuple[Float[Array, "tokens hidden"], LayerCache, Int[Array, "tokens choices"] | None]:
+        """x, the cache with the tokens added, and the experts they went to if there are any."""
         view = cache.view
         attended, cache = self.self_attn(
             self.input_layernorm(x), view.positions, token_slots, cache
@@ -41,8 +42,9 @@ class DecoderLayer(nnx.Module):
         x = x + attended
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MoeMlp):
-            return x + self.mlp(normed, token_slots, view.request >= 0), cache
-        return x + self.mlp(normed, token_slots), cache
+            y, experts = self.mlp.routed(normed, token_slots, view.request >= 0)
+            return x + y, cache, experts
+        return x + self.mlp(normed, token_slots), cache, None
 
 
 class Decoder(nnx.Module):
@@ -78,14 +80,17 @@ class Decoder(nnx.Module):
         tokens: Int[Array, " tokens"],
         token_slots: Int[Array, " tokens"],
         caches: list[LayerCache],
-    ) -> tuple[Float[Array, "tokens hidden"], list[LayerCache]]:
-        """Final normed hidden states of a flat batch, and the caches with its tokens added."""
+    ) -> tuple[Float[Array, "tokens hidden"], list[LayerCache], list[Int[Array, "tokens choices"]]]:
+        """Final normed hidden states of a flat batch, the caches with its tokens added, and the
+        experts that its tokens went to in each layer that has a router."""
         x = self.embed_tokens(tokens, token_slots)
-        updated, call = [], SharedLayers()
+        updated, choices, call = [], [], SharedLayers()
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            x, cache = call(self.config.is_sparse(i), layer, x, token_slots, cache)
+            x, cache, experts = call(self.config.is_sparse(i), layer, x, token_slots, cache)
             updated.append(cache)
-        return self.norm(x), updated
+            if experts is not None:
+                choices.append(experts)
+        return self.norm(x), updated, choices
 
     def logits(
         self, hidden: Float[Array, "rows hidden"], row_slots: Int[Array, " rows"]

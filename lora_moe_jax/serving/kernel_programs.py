@@ -9,12 +9,23 @@ for one of 4096, 20 s and 50 s were its 14 kernels).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Executor
 
 import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 
 TARGET, CONFIG = "mosaic_gpu_v2", "mhlo.backend_config"
+
+
+def compile_kernels(lowered: jax.stages.Lowered, threads: Executor) -> None:
+    """Begins to compile the kernels of a lowered program, the last first: where threads are few,
+    the compiler itself has come to the first by then.
+
+    One that cannot be compiled says so when the program is.
+    """
+    for program in reversed(kernel_programs(lowered)):
+        threads.submit(lambda program=program: program.lower().compile())
 
 
 def kernel_programs(lowered: jax.stages.Lowered) -> list[jax.stages.Wrapped]:

@@ -29,6 +29,9 @@ _HINTS = {
 }
 
 
+MORE_MEMORY = "or, if this is a GPU, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95: JAX takes 0.75 of it"
+
+
 @dataclass(frozen=True)
 class MemorySizes:
     """Bytes on each device. What a step needs while it runs is not in them."""
@@ -75,7 +78,7 @@ class MemorySizes:
             expected=f"at most {_shown(free)}, which is free",
             found=" + ".join(f"{part} {_shown(size)}" for part, size in sizes.items())
             + f" = {_shown(sum(sizes.values()))}",
-            hint=hint,
+            hint=f"{hint}; {MORE_MEMORY}",
         )
 
     def show(self) -> None:

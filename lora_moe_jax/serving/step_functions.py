@@ -36,11 +36,16 @@ def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens
     The results take the memory of earlier ones, which are given for that alone.
     """
     del results
+    return routed_step(layout, arrays, base, bank, pages, last_tokens, packed)[:3]
+
+
+def routed_step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, packed):
+    """What `step` gives, and the experts [T, choices] in each layer that has a router."""
     inputs = layout.unpack(packed)
     model = arrays.merge(base, bank)
-    pages, hidden, logits = _forward(model, pages, last_tokens, inputs)
+    pages, hidden, logits, choices = _forward(model, pages, last_tokens, inputs)
     last_tokens, chosen = _choose(logits, inputs.rows, last_tokens, filters=False)
-    return pages, last_tokens, (hidden, logits, chosen[None])
+    return pages, last_tokens, (hidden, logits, chosen[None]), choices
 
 
 def decode(
@@ -66,7 +71,7 @@ def decode(
             positions=inputs.positions + jnp.where(real, i, 0),
             rows=inputs.rows._replace(step=inputs.rows.step + i),
         )
-        pages, _, logits = _forward(model, pages, last_tokens, now)
+        pages, _, logits, _ = _forward(model, pages, last_tokens, now)
         last_tokens, one = _choose(logits, now.rows, last_tokens, filters=None)
         return pages, last_tokens, chosen.at[i].set(one)
 
@@ -81,7 +86,8 @@ def filter_rows(layout: StepLayout, arrays: ModelArrays, base, bank, logits, las
 
 
 def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs):
-    """The pages with the batch's tokens written, hidden [T, H], and the rows' logits [B, V]."""
+    """The pages with the batch's tokens written, hidden [T, H], the rows' logits [B, V], and the
+    tokens' experts."""
     request, rows = inputs.request, inputs.rows
     fed_back = last_tokens.at[request].get(mode="clip")
     tokens = jnp.where(inputs.tokens == FED_BACK, fed_back, inputs.tokens)
@@ -91,7 +97,7 @@ def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs):
     tables = jnp.maximum(rows.page_tables, 0)
     view = PageView(request, inputs.positions, tables)
     caches = [LayerCache(first, second, view) for first, second in pages]
-    hidden, caches = model(tokens, token_slots, caches)
+    hidden, caches, choices = model(tokens, token_slots, caches)
     # What is sampled and what is scored must begin from the same bits: nothing crosses this line.
     hidden = lax.optimization_barrier(hidden)
     slots = jnp.where(rows.sample_at >= 0, rows.slots, -1)
@@ -99,7 +105,7 @@ def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs):
     order = jnp.argsort(slots)
     logits = model.logits(hidden.at[rows.sample_at[order]].get(mode="clip"), slots[order])
     logits = logits[jnp.argsort(order)]
-    return [(cache.first, cache.second) for cache in caches], hidden, logits
+    return [(cache.first, cache.second) for cache in caches], hidden, logits, choices
 
 
 def _choose(logits, rows: RowInputs, last_tokens, filters: bool | None):

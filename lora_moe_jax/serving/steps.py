@@ -27,7 +27,7 @@ from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.parallel.mesh import axis_size
 from lora_moe_jax.serving.compile_guard import LateCompileError
-from lora_moe_jax.serving.kernel_programs import kernel_programs
+from lora_moe_jax.serving.kernel_programs import compile_kernels
 from lora_moe_jax.serving.model_arrays import ModelArrays
 from lora_moe_jax.serving.step_batch import StepBatch
 from lora_moe_jax.serving.step_functions import (
@@ -222,10 +222,7 @@ class Steps:
         # A step does not read what lies where it writes: dropped as unused, it is not donated.
         jitted = jax.jit(bound, donate_argnums=job.donated, keep_unused=True)
         lowered = jitted.lower(*arguments)
-        # The last first: where threads are few, the compiler itself has come to the first by then.
-        # One that cannot be compiled says so when the step is.
-        for program in reversed(kernel_programs(lowered)):
-            kernels.submit(lambda program=program: program.lower().compile())
+        compile_kernels(lowered, kernels)
         return lowered
 
     def _compile_copy(self, array: jax.Array, in_place: bool):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from lora_moe_jax.adapters.bank import Bank
-from lora_moe_jax.serving.kernel_programs import kernel_programs
+from lora_moe_jax.serving.kernel_programs import compile_kernels
 from lora_moe_jax.training.packing import PackedBatch, PackSizes
 from lora_moe_jax.training.pieces import Piece
 
@@ -30,8 +30,7 @@ def compiled(
 
         def compile_later(function, *arguments):
             lowered = function.lower(*arguments)
-            for program in reversed(kernel_programs(lowered)):
-                kernels.submit(lambda program=program: program.lower().compile())
+            compile_kernels(lowered, kernels)
             return lowered, threads.submit(lowered.compile)
 
         for piece in pieces:

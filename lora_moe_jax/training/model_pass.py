@@ -30,14 +30,24 @@ class ModelPass:
 
     def forward(self, sizes: PackSizes, batch: PackedBatch) -> tuple[jax.Array, KeptOfPieces]:
         """float32 logprobs [T] of each token's target, 0 where none is predicted."""
-        if sizes not in self._programs:
-            self._programs[sizes] = compiled(self._pieces, self._bank, sizes, batch)
+        programs = self._compiled(sizes, batch)
         x, kept = None, []
         for piece in self._pieces:
-            program = self._programs[sizes][piece.key]
-            x, its = program.forward(piece.arrays(self._bank), x, batch)
+            x, its = programs[piece.key].forward(piece.arrays(self._bank), x, batch)
             kept.append(its)
         return x, kept
+
+    def choices(self, sizes: PackSizes, batch: PackedBatch) -> list[jax.Array]:
+        """int32 [T, choices] of each layer that has a router: the experts of each token, the one it
+        likes best first, found from the layer's input in the pass forward."""
+        programs = self._compiled(sizes, batch)
+        x, found = None, []
+        for piece in self._pieces:
+            arrays = piece.arrays(self._bank)
+            if piece.functions.choices is not None:
+                found.append(piece.functions.choices(arrays, x, batch, sizes))
+            x, _ = programs[piece.key].forward(arrays, x, batch)
+        return found
 
     def backward(
         self, sizes: PackSizes, batch: PackedBatch, kept: KeptOfPieces, dlogprobs: jax.Array
@@ -48,3 +58,8 @@ class ModelPass:
             program = self._programs[sizes][piece.key]
             gradients, dx = program.backward(piece.arrays(self._bank), kept.pop(), batch, dx)
             yield piece.slot_gradients(gradients)
+
+    def _compiled(self, sizes: PackSizes, batch: PackedBatch) -> dict[Hashable, Program]:
+        if sizes not in self._programs:
+            self._programs[sizes] = compiled(self._pieces, self._bank, sizes, batch)
+        return self._programs[sizes]

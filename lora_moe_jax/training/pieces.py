@@ -6,7 +6,6 @@ as its kinds of layers, and a layer's gradients are done with before the next on
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -50,10 +49,13 @@ class Role(NamedTuple):
     Attributes:
       forward: (rebuild, arrays, x, batch, sizes) -> y, kept.
       backward: (rebuild, arrays, kept, batch, sizes, dy) -> gradients of the factors, dx.
+      choices: (rebuild, arrays, x, batch, sizes) -> int32 [T, choices], the experts that `forward`
+        sends tokens to; None without a router.
     """
 
     forward: Callable
     backward: Callable
+    choices: Callable | None = None
 
 
 class Piece:
@@ -110,8 +112,7 @@ def pieces(model: Decoder) -> list[Piece]:
     found = [Piece("embedding", model.embed_tokens, _role(_embed))]
     for i, layer in enumerate(model.layers):
         shapes = layer.self_attn.cache_shapes(config)
-        role = _role(functools.partial(_layer, shapes))
-        found.append(Piece(config.is_sparse(i), layer, role))
+        found.append(Piece(config.is_sparse(i), layer, _layer_role(shapes, config.is_sparse(i))))
     ending = Ending(model.norm, model.lm_head, model.embed_tokens)
     found.append(Piece("ending", ending, Role(_ending, _ending_gradients), "embed_tokens"))
     first: dict[Hashable, Piece] = {}
@@ -140,7 +141,14 @@ def _jitted_role(role: Role, graph, trees) -> Role:
     def backward(arrays, kept, batch, sizes, dy):
         return role.backward(rebuild, arrays, kept, batch, sizes, dy)
 
-    return Role(jax.jit(forward, static_argnums=3), jax.jit(backward, static_argnums=3))
+    def choices(arrays, x, batch, sizes):
+        return role.choices(rebuild, arrays, x, batch, sizes)
+
+    return Role(
+        jax.jit(forward, static_argnums=3),
+        jax.jit(backward, static_argnums=3),
+        role.choices and jax.jit(choices, static_argnums=3),
+    )
 
 
 def _role(run: Callable) -> Role:
@@ -172,11 +180,21 @@ def _embed(embedding: nnx.Module, x: None, batch: PackedBatch, sizes: PackSizes)
     return embedding(batch.tokens, batch.slots)
 
 
+def _layer_role(shapes, sparse: bool) -> Role:
+    def output(layer, x, batch, sizes):
+        return _layer(shapes, layer, x, batch, sizes)[0]
+
+    def choices(rebuild, arrays, x, batch, sizes):
+        return _layer(shapes, rebuild(arrays), x, batch, sizes)[2]
+
+    return _role(output)._replace(choices=choices if sparse else None)
+
+
 def _layer(shapes, layer: nnx.Module, x, batch: PackedBatch, sizes: PackSizes):
-    """The layer, with cache pages for this batch's sequences alone."""
+    """All that the layer gives, with cache pages for this batch's sequences alone."""
     pages = (jnp.zeros((sizes.pages, sizes.page_size, *shape), x.dtype) for shape in shapes)
     view = PageView(batch.request, batch.positions, batch.page_tables)
-    return layer(x, batch.slots, LayerCache(*pages, view))[0]
+    return layer(x, batch.slots, LayerCache(*pages, view))
 
 
 def _ending(rebuild: Rebuild, arrays: Arrays, x, batch: PackedBatch, sizes: PackSizes):

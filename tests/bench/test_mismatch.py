@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
 from lora_moe_jax.bench import mismatch
-from lora_moe_jax.bench.mismatch import Load
+from lora_moe_jax.bench.mismatch import Found, Load
+from lora_moe_jax.bench.mismatch_row import table
 from lora_moe_jax.bench.report import read_report
+from lora_moe_jax.bench.routing import rerouted
 from lora_moe_jax.cli import main
+from lora_moe_jax.errors import ConfigError
 from tests.bench.test_serving import small_config
+from tests.bench.test_tables import text_of
 
 
 @pytest.mark.slow
@@ -22,14 +27,40 @@ def test_a_small_model(tmp_path, capsys):
     generated, scored = read_report(file).sections["mismatch"]
     assert generated.tokens == 30 < scored.tokens
     for row in (generated, scored):
-        assert row.largest == row.mean == row.differing == row.outside == 0
+        assert row.largest == row.mean == row.differing == row.outside == row.rerouted == 0
     assert "equal bits" in capsys.readouterr().out
     assert main(["bench", "show", str(file)]) == 0
 
 
 def test_what_is_counted(tmp_path):
-    parts = [np.array([0, np.log(1.2)], np.float32), np.array([-0.05, 0], np.float32)]
-    row = mismatch._row("m", small_config(tmp_path), Load(4, 1, 2, 2, 1), 4, "score", parts)
+    logprobs = [np.array([0, np.log(1.2)], np.float32), np.array([-0.05, 0], np.float32)]
+    row = row_of(tmp_path, Found(logprobs, []))
     assert row.tokens == 4 and row.differing == 0.5 and row.outside == 0.25
     assert row.largest == pytest.approx(np.log(1.2), rel=1e-6)
     assert row.mean == pytest.approx((np.log(1.2) + 0.05) / 4, rel=1e-6)
+    assert row.rerouted is None
+
+
+def test_experts_that_differ_are_a_miss(tmp_path):
+    """In one of two layers, of one of three tokens, though all logprobs are equal."""
+    mine = np.arange(12).reshape(2, 3, 2)
+    its = mine.copy()
+    its[1, 2] = its[1, 2, ::-1]
+    parts = [rerouted(mine[:, :1], its[:, :1]), rerouted(mine[:, 1:], its[:, 1:])]
+    row = row_of(tmp_path, Found([np.zeros(1), np.zeros(2)], parts))
+    assert row.rerouted == pytest.approx(1 / 6) and row.largest == 0
+    assert "16.6667%" in text_of(table([row])) and "MISS" in text_of(table([row]))
+
+
+def row_of(folder, found):
+    return mismatch._row("m", small_config(folder), Load(4, 1, 2, 2, 1), 4, "score", found)
+
+
+def test_too_little_memory_is_explained(monkeypatch, tmp_path):
+    def measure(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\n, details")
+
+    monkeypatch.setattr(mismatch, "measure", measure)
+    with pytest.raises(ConfigError, match="XLA_PYTHON_CLIENT_MEM_FRACTION") as caught:
+        mismatch.run_mismatch(None, "m", small_config(tmp_path), Load(4, 1, 2, 2, 1), rank=4)
+    assert caught.value.found == "RESOURCE_EXHAUSTED: Out of memory"

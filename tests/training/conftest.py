@@ -22,7 +22,7 @@ BUCKETS = (192,)  # one, as most of the time goes into compiling
 
 
 @pytest.fixture(scope="session")
-def trainers() -> dict[tuple[str, str], tuple[Engine, Trainer]]:
+def trainers() -> dict[tuple[str, str, bool], tuple[Engine, Trainer]]:
     return {}
 
 
@@ -31,10 +31,13 @@ def pair(trainers) -> Callable[..., tuple[Engine, Trainer]]:
     """`pair(family)`: its engine and trainer; afterwards neither has an adapter."""
     used = []
 
-    def get(family: str = "deepseek_v3", dtype: str = "float32") -> tuple[Engine, Trainer]:
-        key = family, dtype
+    def get(
+        family: str = "deepseek_v3", dtype: str = "float32", shared_outer: bool = False
+    ) -> tuple[Engine, Trainer]:
+        key = family, dtype, shared_outer
         if key not in trainers:
-            engine = Engine.from_pretrained(GOLDEN / family / "base", dtype=dtype, **ENGINE)
+            base, options = GOLDEN / family / "base", {"shared_outer": shared_outer, **ENGINE}
+            engine = Engine.from_pretrained(base, dtype=dtype, **options)
             trainers[key] = engine, Trainer(engine, token_buckets=BUCKETS)
         used.append(key)
         return trainers[key]

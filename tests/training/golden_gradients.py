@@ -18,7 +18,7 @@ from tests.adapters.tables import GOLDEN, table
 
 RANK, ALPHA = 3, 5.0
 O_PROJ_RANK = 2
-SHARED_FAMILY = "qwen3_moe"
+SHARED_FAMILIES = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 def file(family: str, shared: bool) -> Path:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lora_moe_jax import Engine
 from lora_moe_jax.training import Datum, LoraConfig, Trainer
 from lora_moe_jax.training.masters import Master
-from tests.adapters.tables import FAMILIES, GOLDEN
-from tests.training.conftest import ENGINE
+from tests.adapters.tables import FAMILIES
 from tests.training.golden_gradients import (
     ALPHA,
     O_PROJ_RANK,
     RANK,
-    SHARED_FAMILY,
+    SHARED_FAMILIES,
     adapter,
     compare,
     sequences,
@@ -49,9 +47,8 @@ def test_every_projection(pair, family):
 
 
 @pytest.mark.slow
-def test_shared_outer():
+@pytest.mark.parametrize("family", SHARED_FAMILIES)
+def test_shared_outer(pair, family):
     """A shared factor's gradient is the sum of what the experts' own copies would have."""
-    base = GOLDEN / SHARED_FAMILY / "base"
-    engine = Engine.from_pretrained(base, dtype="float32", shared_outer=True, **ENGINE)
-    trainer = Trainer(engine, token_buckets=(80,))
-    compare(SHARED_FAMILY, True, gradients(trainer, SHARED_FAMILY, True), TOLERANCE)
+    _, trainer = pair(family, shared_outer=True)
+    compare(family, True, gradients(trainer, family, True), TOLERANCE)

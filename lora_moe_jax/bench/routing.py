@@ -1,0 +1,147 @@
+"""Which experts routers choose: in the engine's steps, and in the trainer's pass.
+
+Neither keeps that. So the engine's steps are taken a second time, each from the array that the host
+sent for it, with the same weights, slots and pages, by a function that does what the step does and
+also hands out the choices. What it samples must be what was sampled, bit for bit. The trainer's
+pass forward is run a second time too, and each router's choice found from its layer's input there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_moe_jax.serving.engine import Engine
+from lora_moe_jax.serving.kernel_programs import compile_kernels
+from lora_moe_jax.serving.request import Request
+from lora_moe_jax.serving.step_batch import StepBatch
+from lora_moe_jax.serving.step_functions import routed_step
+from lora_moe_jax.serving.step_layout import split_chosen
+from lora_moe_jax.serving.stream import RequestStream
+from lora_moe_jax.training import Datum, Trainer
+from lora_moe_jax.training.datum import checked_rows
+from lora_moe_jax.training.packing import packed, packs, places, smallest
+
+# Of each sequence of S tokens int32 [layers with a router, S - 1, choices]; entry i of the second
+# dimension is of the token after which token i + 1 is predicted, as in `Score.logprobs`.
+Choices = list[np.ndarray]
+
+
+class ReplayError(RuntimeError):
+    """What the steps choose when they are taken again is not known to be what they chose."""
+
+
+def run_recorded(engine: Engine, stream: RequestStream) -> list[StepBatch]:
+    """Runs the requests of a stream to their end, and gives the batches of their steps."""
+    runner, batches = engine._runner, []
+    while not all(request.done for request in stream.requests):
+        runner.step()
+        batches += [begun.batch for begun in runner._under_way]  # it has read all others
+    return batches
+
+
+class Replay:
+    """Takes steps of an engine again, which is on one device and takes one step at a time."""
+
+    def __init__(self, engine: Engine):
+        self._steps = engine._runner.steps
+        function = functools.partial(_step, self._steps.layout, engine.arrays)
+        self._function = jax.jit(function, donate_argnums=(2, 3))
+        self._compiled: dict[int, jax.stages.Compiled] = {}
+
+    def choices(self, requests: Sequence[Request], batches: Sequence[StepBatch]) -> Choices:
+        """Of each request that has ended, from the batches of all; adapters are where they were.
+
+        Raises:
+          ReplayError: a step does not sample the same tokens with the same logprobs, or a request
+            has not computed each token once in these steps: it found some in the prefix cache, or
+            had to make room for another.
+        """
+        _check_whole(requests, batches)
+        steps, found = self._steps, {request: [] for request in requests}
+        base, bank = steps.arrays.base, steps.arrays.bank_leaves()
+        # None is fed back that these steps have not sampled themselves.
+        last_tokens = jnp.zeros_like(steps.last_tokens)
+        for batch in batches:
+            arguments = base, bank, steps.pages, last_tokens, batch.packed
+            if batch.size not in self._compiled:
+                self._compiled[batch.size] = self._compile(*arguments)
+            results = self._compiled[batch.size](*arguments)
+            steps.pages, last_tokens, chosen, experts = results
+            _check_same(batch, np.asarray(chosen))
+            experts = np.asarray(experts)
+            for chunk in batch.chunks:
+                places = slice(chunk.offset, chunk.offset + chunk.length)
+                found[chunk.request].append(experts[:, places])
+        return [
+            np.concatenate(found[request], axis=1)[:, : len(request.tokens) - 1]
+            for request in requests
+        ]
+
+    def _compile(self, *arguments) -> jax.stages.Compiled:
+        lowered = self._function.lower(*arguments)
+        with ThreadPoolExecutor() as kernels:
+            compile_kernels(lowered, kernels)
+            return lowered.compile()
+
+
+def _step(layout, arrays, base, bank, pages, last_tokens, packed):
+    """A step's pages, last tokens and `chosen`, and int32 [layers, T, choices]."""
+    pages, last_tokens, (_, _, chosen), experts = routed_step(
+        layout, arrays, base, bank, pages, last_tokens, packed
+    )
+    return pages, last_tokens, chosen, jnp.stack(experts)
+
+
+def _check_whole(requests: Sequence[Request], batches: Sequence[StepBatch]) -> None:
+    computed = dict.fromkeys(requests, 0)
+    for chunk in (chunk for batch in batches for chunk in batch.chunks):
+        if chunk.start == computed[chunk.request]:
+            computed[chunk.request] += chunk.length
+    for request, tokens in computed.items():
+        if tokens < len(request.tokens) - 1:
+            raise ReplayError(
+                f"of the {len(request.tokens)} tokens of request {request.index} these steps have "
+                f"computed the first {tokens} in one go"
+            )
+
+
+def _check_same(batch: StepBatch, chosen: np.ndarray) -> None:
+    (tokens,), (logprobs,) = split_chosen(chosen)
+    for chunk in batch.chunks:
+        if not chunk.samples:
+            continue
+        request, place = chunk.request, chunk.start + chunk.length
+        first = request.tokens[place], request.logprobs[place - request.prompt_length]
+        again = tokens[chunk.row], logprobs[chunk.row]
+        if first != again:
+            raise ReplayError(
+                f"request {request.index} sampled (token, logprob) {first} at position {place}, "
+                f"and {again} when its steps were taken again"
+            )
+
+
+def trainer_choices(engine: Engine, trainer: Trainer, batch: Sequence[Datum]) -> Choices:
+    """Of each sequence, packed as `forward_backward` packs them."""
+    sizes, found = trainer._sizes, {}
+    names = list(dict.fromkeys(datum.adapter for datum in batch))
+    slots = dict(zip(names, engine.adapter_slots(names), strict=True))
+    rows = checked_rows(batch, engine.config.vocab_size, sizes[-1].tokens, ())
+    for pack in packs(rows, sizes[-1]):
+        size = smallest(pack, sizes)
+        own_slots = {name: slots[name] for name in pack.pieces}
+        flat = jax.device_put(packed(pack, size, own_slots))
+        experts = np.stack([np.asarray(layer) for layer in trainer._pass.choices(size, flat)])
+        for row, place in zip(pack.rows, places(pack), strict=True):
+            found[row.place] = experts[:, place]
+    return [found[place] for place in range(len(batch))]
+
+
+def rerouted(sampler: np.ndarray, trainer: np.ndarray) -> np.ndarray:
+    """bool [layers, tokens]: whose experts differ, in which they are or in their order."""
+    return (sampler != trainer).any(-1)
