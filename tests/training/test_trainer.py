@@ -18,7 +18,7 @@ def test_a_new_adapter_computes_what_the_base_does(pair):
     engine, trainer = pair()
     info = trainer.add_adapter("new", LoraConfig(rank=1, alpha=6))
     assert (info.version, info.rank) == (1, 1)
-    kinds = {engine.bank.projections[name].kind for name in trainer._adapters["new"].shapes}
+    kinds = {engine.bank.projections[name].kind for name in trainer._adapters["new"].stacks.shapes}
     assert kinds == {"linear", "expert"}
     batch = data([("new", 30)])
     base = engine.score([list(batch[0].tokens)])[0].logprobs
