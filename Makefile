@@ -17,7 +17,9 @@ export PYTHON
 
 TESTS = tests
 AOT = tests/pallas_kernels/test_gpu_ahead_of_time.py tests/pallas_kernels/test_tpu_compile.py \
-	tests/pallas_kernels/test_tpu_attention.py::test_decoding_compiles_for_every_generation
+	tests/pallas_kernels/test_tpu_attention.py::test_decoding_compiles_for_every_generation \
+	tests/serving/test_kernel_programs.py::test_the_compiler_finds_them
+COMPILERS = jax-cuda13-plugin jax-cuda13-pjrt libtpu
 
 .PHONY: demo test lint aot clean
 
@@ -31,15 +33,19 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-# In an environment of its own, such as VENV=.venv-aot: with its compilers jax looks for a GPU.
-aot: $(VENV)/installed
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	    --constraint constraints/py312.txt --editable ".[dev,aot]"
-	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -m "$(QUICK)" $(AOT)
+aot: $(VENV)/compilers/installed
+	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/compilers \
+	    $(VENV)/bin/python -m pytest $(PARALLEL) -m "$(QUICK)" $(AOT)
 
 clean:
 	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The aot extra, in a folder of its own: where jax finds these it looks for a GPU.
+$(VENV)/compilers/installed: $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+	    --upgrade --target $(VENV)/compilers --constraint constraints/py312.txt $(COMPILERS)
+	@touch $@
 
 $(VENV)/installed: pyproject.toml $(wildcard constraints/*.txt)
 	@bash scripts/make_venv.sh $(VENV)

@@ -41,6 +41,8 @@ def run_demo(console: Console) -> None:
         max_rank=MAX_RANK,
         max_requests=2 * (len(ADAPTERS) + 2),
         max_length=128,
+        token_buckets=(32,),  # one step to compile
+        max_logprobs=0,
         progress=True,
     )
     with tempfile.TemporaryDirectory() as scratch:

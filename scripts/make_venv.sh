@@ -14,5 +14,6 @@ if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 tested=$("$folder/bin/python" -c 'import sys; print("py312" if sys.version_info >= (3, 12) else "py311")')
 echo "Installing lora-moe-jax and its development tools into $folder"
-"$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
+# Python compiles what is imported; all of it takes longer than everything else here.
+"$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
     --constraint "constraints/$tested.txt" --editable ".[dev]"

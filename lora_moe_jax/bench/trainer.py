@@ -30,7 +30,7 @@ from lora_moe_jax.training import Datum, LoraConfig, Trainer
 
 PAGE = 64
 ROUNDS = 5
-UPDATES = 1000
+UPDATES = 1000  # new versions, one after the other
 PACK = 2  # sequences that pass together; a larger batch adds up gradients
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj"}
 ATTENTION |= {"kv_a_proj_with_mqa", "kv_b_proj"}
@@ -67,7 +67,6 @@ def run_training(
     rank: int,
     dtype: str = "bfloat16",
     rounds: int = ROUNDS,
-    updates: int = UPDATES,
     json_file: Path | None = None,
 ) -> Report:
     """Measures each load on an engine of its own, prints the table and writes the rows as JSON."""
@@ -76,7 +75,7 @@ def run_training(
     if json_file is not None:
         report.write(json_file)
     for load in loads:
-        rows.append(measure(name, config, load, rank, dtype, rounds, updates, rows))
+        rows.append(measure(name, config, load, rank, dtype, rounds, rows))
         if json_file is not None:
             report.write(json_file)
     console.print(table(rows))
@@ -84,14 +83,7 @@ def run_training(
 
 
 def measure(
-    name: str,
-    config: ModelConfig,
-    load: Load,
-    rank: int,
-    dtype: str,
-    rounds: int,
-    updates: int,
-    rows: list[TrainerRow],
+    name: str, config: ModelConfig, load: Load, rank: int, dtype: str, rounds: int, rows
 ) -> TrainerRow:
     """One load, on random weights made for it."""
     engine, sizes = _engine(config, load, rank, dtype)
@@ -113,7 +105,7 @@ def measure(
             bar.update(number + 1, rounds + 1)
     # The first ones compile.
     seconds = [statistics.median(of_kind) for of_kind in zip(*times[1:], strict=True)]
-    update = _update(engine, trainer, names[0], updates)
+    update = _update(engine, trainer, names[0], UPDATES)
     return _row(name, sizes, load, rank, seconds, update, state, rows)
 
 

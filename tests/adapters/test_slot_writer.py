@@ -78,7 +78,7 @@ BANKS = {dtype: (bank(dtype), bank(dtype)) for dtype in ("float32", "bfloat16")}
 WRITERS = {dtype: tuple(map(SlotWriter, both)) for dtype, both in BANKS.items()}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(sorted(BANKS)),
     st.dictionaries(st.sampled_from(ALL), st.sampled_from([1, 3, RANK]), min_size=1),

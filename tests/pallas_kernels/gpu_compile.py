@@ -19,6 +19,7 @@ from pathlib import Path
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there are no CUDA libraries
+    "JAX_ENABLE_COMPILATION_CACHE": "0",  # ptxas says nothing of what is found there
     "MOSAIC_GPU_DUMP_PTXAS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }

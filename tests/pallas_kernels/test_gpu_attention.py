@@ -128,11 +128,13 @@ CASES = {
     "grouped": Case(8, 2, 64, 64),
     "wide keys, a group of three": Case(6, 2, 128, 64, page=64),
     "a window": Case(4, 1, 64, 128, page=8, window=20),
-    "large pages": Case(4, 4, 64, 64, page=128),
-    "latents": Case(4, 0, 64, 64),
     "latents shared by two": Case(4, 0, 384, 64, page=32),
 }
-SLOW_CASES = {
+MORE_CASES = {
+    "large pages": Case(4, 4, 64, 64, page=128),
+    "latents": Case(4, 0, 64, 64),
+}
+LARGE_CASES = {
     "latents of DeepSeek-V3": Case(128, 0, 512, 64),
     "a window over blocks": Case(64, 1, 64, 64, window=100),
 }
@@ -153,12 +155,21 @@ def test_equals_the_definition(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW_CASES)
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_more_cases_equal_the_definition(name):
+    check(MORE_CASES[name], BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE_CASES)
 def test_large_cases_equal_the_definition(name):
-    check(SLOW_CASES[name], BATCH[::3])
+    check(LARGE_CASES[name], BATCH[::3])
 
 
-@pytest.mark.parametrize("name", ["grouped", "a window", "latents shared by two"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("grouped", marks=pytest.mark.slow), "a window", "latents shared by two"],
+)
 def test_bits_do_not_depend_on_the_batch(name):
     """A chunk at once, split at another place, in another order and other pages; and alone."""
     case = CASES[name]
@@ -191,7 +202,9 @@ SPLIT_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", SPLIT_CASES)
+@pytest.mark.parametrize(
+    "name", ["grouped", pytest.param("a window", marks=pytest.mark.slow), "latents"]
+)
 def test_bits_do_not_depend_on_who_has_a_split(name):
     """Programs with whole sequences, or with splits of them; then in another order, and alone."""
     case, tokens = SPLIT_CASES[name]

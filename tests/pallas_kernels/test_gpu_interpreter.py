@@ -231,9 +231,16 @@ def test_spread(tokens, choices, width):
 
 # The last has groups of several tiles, which are worked on together.
 @pytest.mark.parametrize(
-    "tokens, choices, groups, slots", [(9, 8, 16, 3), (20, 1, 5, 2), (50, 3, 1, 3)]
+    "tokens, choices, groups, slots, crowded",
+    [
+        (9, 8, 16, 3, False),
+        pytest.param(9, 8, 16, 3, True, marks=pytest.mark.slow),
+        pytest.param(20, 1, 5, 2, False, marks=pytest.mark.slow),
+        (20, 1, 5, 2, True),
+        (50, 3, 1, 3, False),
+        pytest.param(50, 3, 1, 3, True, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("crowded", [False, True])
 def test_dispatch(tokens, choices, groups, slots, crowded):
     rng = np.random.default_rng(tokens)
     group, slot = routing(rng, tokens, choices, groups, slots, crowded)

@@ -112,7 +112,15 @@ def assert_close(found, expected, dtype):
 
 @pytest.mark.parametrize(
     "shared, gate",
-    [(name, None) for name in SHARED] + [("per expert", GPT_OSS), ("shared outer", GPT_OSS)],
+    [
+        ("per expert", None),
+        ("shared outer", None),
+        ("shared outer, one scaling", None),
+        ("shared inner", None),
+        ("per expert", GPT_OSS),
+        pytest.param("gate's alone", None, marks=pytest.mark.slow),
+        pytest.param("shared outer", GPT_OSS, marks=pytest.mark.slow),
+    ],
 )
 def test_values(shared, gate, implementation, dtype):
     call = arguments(SHARED[shared], dtype=dtype)
@@ -224,7 +232,14 @@ def dense(call, dy):
     return y, pullback(dy)
 
 
-@pytest.mark.parametrize("shared", ["per expert", "shared outer", "shared outer, one scaling"])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        "per expert",
+        pytest.param("shared outer", marks=pytest.mark.slow),
+        "shared outer, one scaling",
+    ],
+)
 def test_gradients(shared, implementation, dtype):
     """Against automatic differentiation in float64, where the kernels serve it exactly."""
     exact = dtype == np.float32
@@ -245,7 +260,7 @@ def test_gradients(shared, implementation, dtype):
         )
 
 
-@SOME_SHARED
+@pytest.mark.parametrize("shared", [OUTER, pytest.param((), marks=pytest.mark.slow)])
 def test_gradients_of_a_broken_slot_stay_alone(shared, implementation, dtype):
     call = arguments(shared, dtype=dtype)
     dy = np.random.default_rng(3).standard_normal((TOKENS, HIDDEN)).astype(np.float32)

@@ -19,42 +19,43 @@ IMPLEMENTATIONS = ["xla", "triton"]
 
 
 def normal(*shape, seed=0, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def reduced(implementation, x, weight, exponents):
+    """A norm, a sum and a logarithm of a sum of every row."""
+    named = dict(implementation=implementation)
+    return (
+        rms_norm(x, weight, 1e-6, **named),
+        row_sum(x.astype(jnp.float32), **named),
+        log_sum_exp(exponents, **named),
+    )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equal_the_definition(implementation, shape):
-    x, weight = normal(*shape), normal(shape[1], seed=1)
-    wide = np.asarray(x, np.float64)
+    x, weight, exponents = normal(*shape), normal(shape[1], seed=1), normal(*shape)
+    exponents[:, ::3] = -np.inf
+    normed, summed, logs = reduced(implementation, x, weight, exponents)
+    wide = x.astype(np.float64)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-4)
-    close(row_sum(x, implementation=implementation), wide.sum(1, keepdims=True))
-    normed = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-6) * np.asarray(weight)
-    close(rms_norm(x, weight, 1e-6, implementation=implementation), normed)
-    x = x.at[:, ::3].set(-jnp.inf)
-    expected = np.log(np.exp(np.asarray(x, np.float64)).sum(1))
-    close(log_sum_exp(x, implementation=implementation), expected)
+    close(normed, wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-6) * weight)
+    close(summed, wide.sum(1, keepdims=True))
+    close(logs, np.log(np.exp(exponents.astype(np.float64)).sum(1)))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("features", [8, 96, 2560])
+@pytest.mark.parametrize("features", [pytest.param(8, marks=pytest.mark.slow), 96, 2560])
 def test_bits_of_a_row_are_its_own(implementation, features):
     x, weight = normal(150, features, dtype="bfloat16"), normal(features, dtype="bfloat16")
-    wide = x.astype(jnp.float32)
-
-    @jax.jit
-    def run(x, wide):
-        named = dict(implementation=implementation)
-        return (
-            rms_norm(x, weight, 1e-6, **named),
-            row_sum(wide, **named),
-            log_sum_exp(wide, **named),
-        )
-
-    together = run(x, wide)
+    wide = x.astype(np.float32)
+    together = reduced(implementation, x, weight, wide)
     for rows in (slice(0, 1), slice(3, 20), slice(17, 150)):
-        for part, whole in zip(run(x[rows], wide[rows]), together, strict=True):
-            np.testing.assert_array_equal(part, whole[rows])
+        alone = reduced(implementation, x[rows], weight, wide[rows])
+        for part, whole in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(part, np.asarray(whole)[rows])
 
 
 @pytest.mark.parametrize("heads", [3, 5])

@@ -52,9 +52,16 @@ def expected(logits, bias, top_k, scoring):
     return experts, weights * scoring.scale
 
 
+# Of experts, of those chosen, and whether they are biased. CI samples sizes and biases.
+SIZES = [(128, 8, False), (60, 6, True), (5, 5, True), (300, 1, False)]
+SLOW_SIZES = [(128, 8, True), (60, 6, False), (5, 5, False), (300, 1, True)]
+
+
 @each
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("count, top_k", [(128, 8), (60, 6), (5, 5), (300, 1)])
+@pytest.mark.parametrize(
+    "count, top_k, biased",
+    [*SIZES, *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in SLOW_SIZES)],
+)
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 def test_equals_the_definition(implementation, scoring, count, top_k, biased):
     logits, bias = logits_of(count), bias_of(count) if biased else None

@@ -119,9 +119,9 @@ CASES = {
     "grouped": Case(4, 2, (64, 64), page=64),
     "a window, a group of three": Case(6, 2, (32, 128), page=8, window=20),
     "latents": Case(4, 0, (128, 64), page=32),
-    "one head of the cache": Case(4, 1, (64, 64), page=128),
 }
 SLOW_CASES = {
+    "one head of the cache": Case(4, 1, (64, 64), page=128),
     "wide heads, large pages": Case(4, 4, (256, 128), page=BLOCK),
     "pages of two blocks": Case(2, 2, (64, 64), page=2 * BLOCK),
     "a window over blocks": Case(8, 2, (64, 64), window=300),
@@ -170,22 +170,23 @@ def test_more_cases_equal_the_definition(name):
 def test_bits_do_not_depend_on_the_batch(name):
     """A chunk at once, by two cores, split elsewhere, in another order and other pages; alone."""
     case = dataclasses.replace(CASES[name])  # compiles its own
+    batch = [*BATCH[:2], *BATCH[5:11], *BATCH[-2:]]
     with small_windows():
-        together = case.run(BATCH)
-        order = [*range(7, len(BATCH)), *range(7)]
-        shuffled = case.run([BATCH[i] for i in order], seed=1)
+        together = case.run(batch)
+        order = [*range(4, len(batch)), *range(4)]
+        shuffled = case.run([batch[i] for i in order], seed=1)
         assert np.array_equal(shuffled, together[order])
-        for token in 0, 10:  # in the last of three blocks, and in the second of two
-            assert np.array_equal(case.run([BATCH[token]])[0], together[token])
+        for token in 0, 7:  # in the last of three blocks, and in the second of two
+            assert np.array_equal(case.run([batch[token]])[0], together[token])
     with small_windows(cores=2):
-        assert np.array_equal(dataclasses.replace(case).run(BATCH), together)
+        assert np.array_equal(dataclasses.replace(case).run(batch), together)
 
 
 @pytest.mark.interpreter
 def test_a_window_begins_where_it_begins_for_every_chunk():
     """Blocks that a chunk's first token needs and its last does not are left out when alone."""
     case = Case(2, 2, (64, 64), page=64, window=262)
-    chunk = [(0, position) for position in range(510, 520)]
+    chunk = [(0, position) for position in range(515, 520)]
     with small_windows():
         together = case.run(chunk)
         alone = case.run(chunk[-1:])

@@ -14,6 +14,7 @@ from lora_moe_jax import Engine
 from lora_moe_jax.cli import main
 from lora_moe_jax.demo import run_demo
 from lora_moe_jax.pocket import ADAPTERS, BASE
+from tests.server.conftest import ENGINE  # compiled once for both
 
 GOLDEN = Path(__file__).parents[1] / "golden/pocket.safetensors"
 
@@ -26,15 +27,7 @@ def test_sizes():
 
 def test_logits_equal_peft():
     golden = load_file(GOLDEN)
-    engine = Engine.from_pretrained(
-        BASE,
-        dtype="float32",
-        max_adapters=len(ADAPTERS),
-        max_rank=16,
-        max_requests=2,
-        max_length=64,
-        token_buckets=(64,),
-    )
+    engine = Engine.from_pretrained(BASE, **ENGINE)
     for name, folder in ADAPTERS.items():
         engine.load_adapter(name, folder)
     for name in (None, *ADAPTERS):

@@ -23,6 +23,14 @@ from lora_moe_jax.server.run import open_socket
 from lora_moe_jax.serving.async_engine import AsyncEngine
 
 LOADED = ("shout", "tester", "prose")
+ENGINE = {
+    "dtype": "float32",
+    "max_adapters": len(LOADED) + 1,
+    "max_rank": 16,
+    "max_requests": 4,
+    "max_length": 128,
+    "token_buckets": (16,),
+}
 PROMPT = "def read_config(path):\n"
 
 
@@ -51,15 +59,7 @@ def wait_for(holds: Callable[[], bool], seconds: float = 10) -> None:
 @pytest.fixture(scope="session")
 def engine() -> Engine:
     """For a test's own use only while no request is open."""
-    engine = Engine.from_pretrained(
-        BASE,
-        dtype="float32",
-        max_adapters=len(LOADED) + 1,
-        max_rank=16,
-        max_requests=4,
-        max_length=128,
-        token_buckets=(16,),
-    )
+    engine = Engine.from_pretrained(BASE, **ENGINE)
     for name in LOADED:
         engine.load_adapter(name, ADAPTERS[name])
     return engine

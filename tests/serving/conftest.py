@@ -48,24 +48,26 @@ def golden() -> Callable[[str], Golden]:
 
 
 @pytest.fixture(scope="session")
-def engines() -> dict[str, Engine]:
+def engines() -> dict[tuple, Engine]:
     return {}
 
 
 @pytest.fixture
-def engine(engines) -> Callable[[str], Engine]:
+def engine(engines) -> Callable[..., Engine]:
     """`engine(family)`; after the test it must be idle, and its adapters are unloaded.
 
     Tests that want the prefix cache turn it on: the others compute every token.
     """
-    used: dict[str, Engine] = {}
+    used: dict[tuple, Engine] = {}
 
-    def get(family: str) -> Engine:
-        if family not in engines:
-            engines[family] = Engine.from_pretrained(GOLDEN / family / "base", **OPTIONS)
-        used[family] = engines[family]
-        used[family]._runner.scheduler.prefix_cache = False
-        return engines[family]
+    def get(family: str, **changed) -> Engine:
+        key = family, *changed.items()
+        if key not in engines:
+            options = OPTIONS | changed
+            engines[key] = Engine.from_pretrained(GOLDEN / family / "base", **options)
+        used[key] = engines[key]
+        used[key]._runner.scheduler.prefix_cache = False
+        return engines[key]
 
     yield get
     for one in used.values():

@@ -14,6 +14,18 @@ from lora_moe_jax.serving.step_layout import StepInputs, StepLayout
 from tests.adapters.tables import GOLDEN
 
 ADAPTERS = ("attn", "rslora", "experts")
+# For the pocket model: an engine that is short of slots, rows and pages, and compiles little.
+TIGHT = {
+    "dtype": "float32",
+    "max_adapters": 2,
+    "max_rank": 16,
+    "max_requests": 3,
+    "max_length": 72,
+    "page_size": 8,
+    "token_buckets": (16,),
+    "cache_tokens": 72,
+    "max_logprobs": 0,
+}
 
 
 def greedy(max_tokens: int = 8, **settings) -> SamplingParams:

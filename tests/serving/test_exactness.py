@@ -12,7 +12,15 @@ LENGTHS = [1, 3, 7, 12, 17, 23, 31, 40]
 MIX = ["attn", None, "experts", "rslora", None, "attn", "experts", "rslora"]
 
 
-@pytest.fixture(params=FAMILIES)
+QUICK = ("qwen3_moe", "deepseek_v3")  # grouped heads and latents, both with experts
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(family, marks=() if family in QUICK else pytest.mark.slow)
+        for family in FAMILIES
+    ]
+)
 def loaded(request, engine):
     """An engine of each family with three adapters."""
     one = engine(request.param)

@@ -8,6 +8,7 @@ import pytest
 
 from lora_moe_jax import Engine
 from lora_moe_jax.pocket import BASE
+from tests.serving.helpers import TIGHT
 from tests.serving.load import LONGEST_PROMPT, MOST_TOKENS, Clock, Load, Memory, write_adapters
 
 OPTIONS = {
@@ -58,11 +59,9 @@ def check_figures(figures: dict[str, object]) -> None:
 
 def test_a_little_load(tmp_path: Path):
     """Compared with each request alone in the same engine, which then forgets what it has."""
-    engine = Engine.from_pretrained(
-        BASE, **OPTIONS, max_adapters=3, max_requests=6, cache_tokens=144
-    )
+    engine = Engine.from_pretrained(BASE, **TIGHT)
     load = Load(engine, write_adapters(tmp_path, engine.bank.projections, 12), seed=1)
-    check_figures(run_load(load, engine, 60))
+    check_figures(run_load(load, engine, 40))
     for info in engine.adapters():
         engine.unload_adapter(info.name)
     engine._runner.scheduler.prefix_cache = False

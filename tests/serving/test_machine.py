@@ -30,19 +30,8 @@ from lora_moe_jax import AdapterError, Engine, RequestStream, read_adapter
 from lora_moe_jax.adapters import Adapter
 from lora_moe_jax.pocket import ADAPTERS, BASE
 from lora_moe_jax.serving.request import Request, scores
-from tests.serving.helpers import bits, greedy, prompts, sampled
+from tests.serving.helpers import TIGHT, bits, greedy, prompts, sampled
 
-OPTIONS = {
-    "dtype": "float32",
-    "max_adapters": 2,
-    "max_rank": 16,
-    "max_requests": 3,
-    "max_length": 48,
-    "page_size": 8,
-    "token_buckets": (16,),
-    "cache_tokens": 72,
-    "max_logprobs": 0,
-}
 MOST = 12
 LONG = prompts([26], seed=1)[0]
 PROMPTS = [*prompts([1, 9]), LONG[:18], LONG]  # the last two begin alike
@@ -71,7 +60,7 @@ class World:
 
 @pytest.fixture(scope="module", params=["finish", "switch"])
 def world(request) -> World:
-    engine = Engine.from_pretrained(BASE, **OPTIONS, update_policy=request.param)
+    engine = Engine.from_pretrained(BASE, **TIGHT, update_policy=request.param)
     made = World(engine, {}, {}, {}, {})
     engine._runner.scheduler.prefix_cache = False
     for source in (None, *SOURCES):
@@ -337,7 +326,7 @@ class Machine(RuleBasedStateMachine):
     def every_row_is_with_one(self):
         scheduler = self.engine._runner.scheduler
         rows = [*scheduler._free_rows, *(r.row for r in scheduler.running)]
-        assert sorted(rows) == list(range(OPTIONS["max_requests"]))
+        assert sorted(rows) == list(range(TIGHT["max_requests"]))
 
     @invariant()
     def every_slot_is_with_one(self):

@@ -239,8 +239,7 @@ def test_text_and_stops_go_on_after_making_room(one, monkeypatch):
 
 
 def test_without_it_nothing_is_kept(one):
-    sizes = OPTIONS | {"token_buckets": [32]}
-    off = Engine.from_pretrained(GOLDEN / FAMILY / "base", **sizes, prefix_cache=False)
+    off = Engine.from_pretrained(GOLDEN / FAMILY / "base", **OPTIONS, prefix_cache=False)
     load_golden(off, FAMILY)
     batch, names = prompts([40, 40, 17], seed=13), ["attn", None, "experts"]
     expected = hits(one, batch * 2, greedy(5), names * 2)

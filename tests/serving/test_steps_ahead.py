@@ -87,6 +87,7 @@ def test_several_steps_at_once_give_the_same_bits(singles, loops):
         assert bits(alone) == expected[place]
 
 
+@pytest.mark.slow
 def test_few_requests_take_a_small_step():
     sizes = {"token_buckets": [3, 9, 64], "max_requests": 10, "decode_steps": LOOP}
     one = Engine.from_pretrained(GOLDEN / FAMILY / "base", **SIZES | sizes)
