@@ -68,12 +68,12 @@ def assert_rows_equal(found, expected, rows, at=slice(None)):
 
 @pytest.mark.parametrize(
     "dtype, count",
-    [("float32", m) for m in (1, 8, 33, 257)]
+    [("float32", m) for m in (1, 33, 257)]
     + [("bfloat16", m) for m in (1, 33)]
     + [
         pytest.param(d, m, marks=pytest.mark.slow)
         for d in DTYPES
-        for m in (2, 7, 31, 32, 64, 100, 256)
+        for m in (2, 7, 8, 31, 32, 64, 100, 256)
     ],
 )
 def test_the_number_of_rows_does_not_matter(dtype, count, implementation):
@@ -87,7 +87,7 @@ def test_the_number_of_rows_does_not_matter_to_sums_that_stay_float32(implementa
     shape = Shape(ROWS, 3, 530, (Part(70),), rank=5, dtype="bfloat16").served_by(implementation)
     case, product = large_case(shape), jitted(shape.widths, implementation, np.float32)
     together = np.asarray(product(*case))
-    for count in (1, 33, 257):
+    for count in (1, 100):
         rows = random_rows(count)
         assert np.array_equal(product(*choose(case, rows)), together[rows])
 

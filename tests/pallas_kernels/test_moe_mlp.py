@@ -235,7 +235,7 @@ def dense(call, dy):
 @pytest.mark.parametrize(
     "shared",
     [
-        "per expert",
+        pytest.param("per expert", marks=pytest.mark.slow),
         pytest.param("shared outer", marks=pytest.mark.slow),
         "shared outer, one scaling",
     ],
@@ -278,7 +278,7 @@ def test_gradients_of_a_broken_slot_stay_alone(shared, implementation, dtype):
 
 
 @pytest.mark.parametrize("shared", [OUTER, pytest.param((), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_training_sees_the_bits_that_serving_made(shared, dtype):
     """Plain JAX: the forward pass that keeps what gradients need gives the same values."""
     call = arguments(shared, dtype=jnp.dtype(dtype))

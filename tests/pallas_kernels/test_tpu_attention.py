@@ -182,6 +182,7 @@ def test_bits_do_not_depend_on_the_batch(name):
         assert np.array_equal(dataclasses.replace(case).run(batch), together)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_a_window_begins_where_it_begins_for_every_chunk():
     """Blocks that a chunk's first token needs and its last does not are left out when alone."""

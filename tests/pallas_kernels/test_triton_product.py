@@ -25,7 +25,7 @@ def sizes_and_slots(shape):
     return sizes, rng.integers(-1, shape.slots, shape.rows).astype(np.int32)
 
 
-@pytest.fixture(params=[triton.LOW, triton.TALL], ids=str)
+@pytest.fixture(params=[triton.LOW, pytest.param(triton.TALL, marks=pytest.mark.slow)], ids=str)
 def tile(request, monkeypatch):
     """Every product in tiles of one size."""
     monkeypatch.setattr(triton, "tile_of", lambda *_: request.param)
@@ -58,7 +58,7 @@ def dense(rows, dtype=jnp.float32, seed=0):
     return x, w, slots, lora
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_bits_of_a_row_are_its_own(dtype):
     """In a batch of so many rows that tiles are tall, too."""
     x, w, slots, lora = dense(3000, dtype)
@@ -86,7 +86,7 @@ def test_gradients():
         return (lora_matmul(x, w, slots, (lora,), implementation=implementation) * dy).sum()
 
     found, expected = (
-        jax.grad(functools.partial(loss, name), argnums=(0, 1))(x, lora)
+        jax.jit(jax.grad(functools.partial(loss, name), argnums=(0, 1)))(x, lora)
         for name in ("triton", "xla")
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
