@@ -137,15 +137,30 @@ def _padded(lora: Lora | KvBLora, pair: LoraPair | None) -> Lora | KvBLora:
 
 def _padded_on_device(lora: Lora | KvBLora, pair: Factors) -> Lora | KvBLora:
     """`_padded` for arrays on the device."""
-    rank = pair.a.shape[1]
-    zeros = [jnp.zeros(array.shape[1:], array.dtype) for array in lora[:-1]]
     factors = [
-        zero.at[:, :rank].set(part.astype(zero.dtype))
-        for zero, part in zip(zeros, _parts(lora, pair), strict=True)
+        _padded_rank(array, part) for array, part in zip(lora[:-1], _parts(lora, pair), strict=True)
     ]
     if lora.scaling is None:  # it stays
         return type(lora)(*factors, None)
     return type(lora)(*factors, jnp.broadcast_to(pair.scaling, lora.scaling.shape[1:]))
+
+
+def _padded_rank(array: jax.Array, part: jax.Array) -> jax.Array:
+    bits = _bits(part, array.dtype)
+    zeros = jnp.zeros(array.shape[1:], bits.dtype)
+    return zeros.at[:, : part.shape[1]].set(bits).view(array.dtype)
+
+
+def _bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Finite numbers in `dtype`, as integers.
+
+    XLA:CPU makes the smallest numbers zero when it rounds to bfloat16, or selects between such, in
+    some of the ways in which it fuses; the host's code does not. So it is done by hand.
+    """
+    if dtype == jnp.bfloat16 and x.dtype != dtype:
+        bits = x.astype(jnp.float32).view(jnp.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(jnp.uint16)
+    return x.astype(dtype).view({2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize])
 
 
 def _parts(lora: Lora | KvBLora, pair: LoraPair | Factors):
@@ -209,7 +224,8 @@ def _write_slot(lora, slot: jax.Array, values):
     """The arrays of one projection with one slot replaced."""
 
     def write(array, value):
-        return jax.lax.dynamic_update_index_in_dim(array, value.astype(array.dtype), slot, 0)
+        value = _bits(value, array.dtype).view(array.dtype)
+        return jax.lax.dynamic_update_index_in_dim(array, value, slot, 0)
 
     return jax.tree.map(write, lora, values)
 
