@@ -6,12 +6,10 @@ import io
 from pathlib import Path
 
 import numpy as np
-import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
 from lora_moe_jax import Engine
-from lora_moe_jax.cli import main
 from lora_moe_jax.demo import run_demo
 from lora_moe_jax.pocket import ADAPTERS, BASE
 from tests.server.conftest import ENGINE  # compiled once for both
@@ -45,38 +43,3 @@ def test_demo():
     assert "NOT EQUAL" not in shown and "NO │" not in shown and "LOADED" not in shown
     assert shown.count("AdapterError") == 3
     assert "same bits as before: yes" in shown
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        [],
-        ["generate"],
-        ["score"],
-        ["serve"],
-        ["inspect"],
-        ["bench", "kernels"],
-        ["bench", "serving"],
-    ],
-)
-def test_help(command, capsys):
-    with pytest.raises(SystemExit) as end:
-        main([*command, "--help"])
-    assert end.value.code == 0
-    assert "lora-moe-jax" in capsys.readouterr().out
-
-
-def test_inspect(capsys):
-    assert main(["inspect", str(ADAPTERS["prose"])]) == 0
-    assert "packed" in capsys.readouterr().out
-    assert main(["inspect", str(BASE)]) == 0
-    assert "deepseek_v3" in capsys.readouterr().out
-
-
-def test_bad_input_is_one_message_and_status_2(capsys, tmp_path):
-    assert main(["inspect", str(tmp_path / "nothing")]) == 2
-    assert "no such folder" in capsys.readouterr().err
-    assert main(["inspect", str(ADAPTERS["tester"]), "--max-rank", "4"]) == 2
-    assert "AdapterError" in capsys.readouterr().err
-    assert main(["generate", "--prompt", "x", "--use", "nobody"]) == 2
-    assert "--use" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""What `generate` and `score` share: an engine with adapters, and texts to run under each."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lora_moe_jax.commands.options import (
+    MODEL_HELP,
+    adapter_folders,
+    add_adapter_option,
+    model_folder,
+)
+from lora_moe_jax.errors import RequestError
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="pocket", help=MODEL_HELP)
+    add_adapter_option(parser)
+    parser.add_argument(
+        "--use",
+        action="append",
+        metavar="NAME",
+        help="adapters to run each text with, 'base' for none; default: all that are loaded",
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
+    parser.add_argument("--max-rank", type=int, default=32)
+    parser.add_argument("--max-length", type=int, help="most tokens of one request")
+
+
+def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
+    """The engine with its adapters, and every text once for each adapter to use.
+
+    Returns:
+      The engine; texts; and for each the name of its adapter, or None.
+
+    Raises:
+      AdapterError, CheckpointError, ConfigError, RequestError: what is wrong with the options.
+    """
+    from lora_moe_jax.serving.engine import Engine
+
+    adapters = adapter_folders(options)
+    used = options.use or list(adapters) or ["base"]
+    for name in used:
+        if name != "base" and name not in adapters:
+            raise RequestError(
+                "--use names an adapter that is not loaded",
+                key="--use",
+                expected=f"base, or one of {sorted(adapters)}",
+                found=name,
+                hint=f"add --adapter {name}=FOLDER",
+            )
+    engine = Engine.from_pretrained(
+        model_folder(options.model),
+        dtype=options.dtype,
+        max_adapters=len(adapters),
+        max_rank=options.max_rank,
+        max_length=options.max_length,
+        progress=True,
+    )
+    for name, folder in adapters.items():
+        engine.load_adapter(name, folder)
+    names = [None if name == "base" else name for name in used] * len(texts)
+    return engine, [text for text in texts for _ in used], names

@@ -1,0 +1,60 @@
+"""Options of several commands, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lora_moe_jax.errors import RequestError
+from lora_moe_jax.pocket import ADAPTERS, BASE
+
+MODEL_HELP = "Hugging Face model folder, or 'pocket' for the model that comes with the package"
+ADAPTER_HELP = "an adapter to load; may be repeated. For 'pocket', a bare name of its adapters"
+
+
+def model_folder(model: str) -> Path:
+    """What `--model` names."""
+    return BASE if model == "pocket" else Path(model)
+
+
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=FOLDER", help=ADAPTER_HELP
+    )
+
+
+def adapter_folders(options: argparse.Namespace) -> dict[str, Path]:
+    """The folders that `--adapter` names, by name.
+
+    Raises:
+      RequestError: one is neither NAME=FOLDER nor an adapter of the pocket model.
+    """
+    return dict(_adapter_folder(item, options.model) for item in options.adapter)
+
+
+def _adapter_folder(item: str, model: str) -> tuple[str, Path]:
+    name, _, folder = item.partition("=")
+    if folder:
+        return name, Path(folder)
+    if model == "pocket" and name in ADAPTERS:
+        return name, ADAPTERS[name]
+    raise RequestError(
+        "--adapter needs a name and a folder",
+        key="--adapter",
+        expected="NAME=FOLDER" + (f", or one of {sorted(ADAPTERS)}" if model == "pocket" else ""),
+        found=item,
+    )
+
+
+def positive(text: str) -> int:
+    """An option's type: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, found {text}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """An option's type: an integer of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, found {text}")
+    return int(text)

@@ -1,0 +1,84 @@
+"""`lora-moe-jax serve`: an HTTP server with OpenAI's interface."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lora_moe_jax.commands.options import (
+    MODEL_HELP,
+    adapter_folders,
+    add_adapter_option,
+    model_folder,
+)
+from lora_moe_jax.errors import ConfigError
+
+DEFAULT_SLOTS = 8
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("serve", help="an HTTP server with OpenAI's interface")
+    parser.add_argument("--model", default="pocket", help=MODEL_HELP)
+    add_adapter_option(parser)
+    parser.add_argument(
+        "--adapter-root",
+        type=Path,
+        metavar="FOLDER",
+        help="let clients load adapters from this folder; without it they cannot load any",
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--max-adapters", type=int, help="slots (default: 8, or as many as given)")
+    parser.add_argument("--max-rank", type=int, default=32)
+    parser.add_argument("--max-requests", type=int, default=8, help="requests that run at once")
+    parser.add_argument("--max-length", type=int, help="most tokens of one request")
+    parser.add_argument("--served-name", help="of the base model; default: its folder's name")
+    parser.add_argument("--max-waiting", type=int, default=256, help="requests that may wait")
+    parser.add_argument("--api-key", help="what clients must send")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    try:
+        from lora_moe_jax.server.names import ModelNames
+        from lora_moe_jax.server.run import check_adapter_root, open_socket, run_server
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("starlette", "uvicorn"):
+            raise
+        raise ConfigError(
+            "the server needs a package that is not installed",
+            key=missing,
+            hint='pip install "lora-moe-jax[serve]"',
+        ) from error
+    from lora_moe_jax.serving.engine import Engine
+
+    adapters = adapter_folders(options)
+    folder = model_folder(options.model)
+    pocket = options.model == "pocket"
+    names = ModelNames(options.served_name or ("pocket" if pocket else folder.resolve().name))
+    for name in adapters:
+        names.check(name)
+    check_adapter_root(options.adapter_root)
+    with open_socket(options.host, options.port) as listener:
+        slots = options.max_adapters
+        engine = Engine.from_pretrained(
+            folder,
+            dtype=options.dtype,
+            max_adapters=max(DEFAULT_SLOTS, len(adapters)) if slots is None else slots,
+            max_rank=options.max_rank,
+            max_requests=options.max_requests,
+            max_length=options.max_length,
+            progress=True,
+        )
+        for name, adapter in adapters.items():
+            engine.load_adapter(name, adapter)
+        run_server(
+            engine,
+            listener,
+            names,
+            max_waiting=options.max_waiting,
+            adapter_root=options.adapter_root,
+            api_key=options.api_key,
+        )

@@ -1,0 +1,50 @@
+"""The command line: help of every command, what `inspect` shows, and bad input."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_moe_jax.cli import main
+from lora_moe_jax.pocket import ADAPTERS, BASE
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["demo"],
+        ["generate"],
+        ["score"],
+        ["serve"],
+        ["train"],
+        ["rl"],
+        ["inspect"],
+        ["bench"],
+        ["bench", "kernels"],
+        ["bench", "serving"],
+        ["bench", "training"],
+        ["bench", "mismatch"],
+        ["bench", "show"],
+    ],
+)
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    assert end.value.code == 0
+    assert " ".join(["usage: lora-moe-jax", *command]) in capsys.readouterr().out
+
+
+def test_inspect(capsys):
+    assert main(["inspect", str(ADAPTERS["prose"])]) == 0
+    assert "packed" in capsys.readouterr().out
+    assert main(["inspect", str(BASE)]) == 0
+    assert "deepseek_v3" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_message_and_status_2(capsys, tmp_path):
+    assert main(["inspect", str(tmp_path / "nothing")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["inspect", str(ADAPTERS["tester"]), "--max-rank", "4"]) == 2
+    assert "AdapterError" in capsys.readouterr().err
+    assert main(["generate", "--prompt", "x", "--use", "nobody"]) == 2
+    assert "--use" in capsys.readouterr().err
