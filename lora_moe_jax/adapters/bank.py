@@ -6,16 +6,22 @@ adapters alone: what a slot holds and what the prefix cache has of it must chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lora_moe_jax.adapters.adapter import Adapter, LoraPair
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.errors import AdapterError
 from pallas_kernels import Lora
+
+ALIGNMENT = 256  # bytes, of what XLA hands to a kernel where it is
 
 
 class KvBLora(NamedTuple):
@@ -39,33 +45,75 @@ class SlotEntry:
     arrays: Lora | KvBLora
 
 
+class Place(NamedTuple):
+    """Where a projection is: in which stack of several, at which index of it."""
+
+    stack: str
+    index: int
+
+
 class Bank:
     """Adapter slots of a model.
 
     Args:
       entries: for each projection name, its projection and arrays
         a `[slots, groups|1, rank, in]`, b `[slots, groups|1, rank, out]`, scaling
-        `[slots, groups]`; or a `KvBLora`.
+        `[slots, groups]`; or a `KvBLora`. The arrays are the bank's from now on.
+      joined: whether projections that differ in their layer alone lie in one array.
+
+    Attributes:
+      projections: by name.
+      stacks: the arrays, of a projection or of several: with an axis for them in front. Of
+        several, scaling has room for so many slots that each projection's begins at an address
+        from which a kernel reads it where it is: of anything else a step makes a copy first.
+      places: of each projection in the stacks.
     """
 
-    def __init__(self, entries: Mapping[str, SlotEntry]):
+    def __init__(self, entries: Mapping[str, SlotEntry], *, joined: bool = False):
         self.projections = {name: entry.projection for name, entry in entries.items()}
-        self.arrays = {name: entry.arrays for name, entry in entries.items()}
+        self.stacks: dict[str, Lora | KvBLora] = {}
+        self.places: dict[str, Place] = {}
+        alike: dict[Hashable, list[str]] = {}
+        for name, entry in entries.items():
+            kind = _kind(name, entry.arrays) if joined else name
+            alike.setdefault(kind, []).append(name)
+        for first, *others in alike.values():
+            names = [first, *others]
+            self.places |= {name: Place(first, index) for index, name in enumerate(names)}
+            *factors, scaling = zip(*(entries[name].arrays for name in names), strict=True)
+            aligned = _join(scaling, len(scaling) > 1)
+            self.stacks[first] = type(entries[first].arrays)(*map(_join, factors), aligned)
+
+    @property
+    def arrays(self) -> dict[str, Lora | KvBLora]:
+        """Copies of all slots of every projection, as they are now."""
+        copies = {name: self.lora(self.stacks, name) for name in self.places}
+        return {name: type(its)(*(x[: self.slots] for x in its)) for name, its in copies.items()}
+
+    def lora(self, stacks: Mapping[str, Lora | KvBLora], name: str) -> Lora | KvBLora:
+        """A projection's part of stacks such as the bank's; scaling may have more slots."""
+        stack, index = self.places[name]
+        return type(stacks[stack])(*(array[index] for array in stacks[stack]))
+
+    def like(self, name: str) -> Lora | KvBLora:
+        """The shapes of one slot of a projection."""
+        lora = self.stacks[self.places[name].stack]
+        return type(lora)(*(jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for x in lora))
 
     @property
     def nbytes(self) -> int:
         """Bytes on all devices together."""
-        return sum(array.nbytes for lora in self.arrays.values() for array in lora)
+        return sum(array.nbytes for lora in self.stacks.values() for array in lora)
 
     @property
     def slots(self) -> int:
         """How many adapters fit."""
-        return next((lora.scaling.shape[0] for lora in self.arrays.values()), 0)
+        return next((lora.a.shape[1] for lora in self.stacks.values()), 0)
 
     @property
     def max_rank(self) -> int:
         """The largest rank that fits."""
-        return next((lora.a.shape[2] for lora in self.arrays.values()), 0)
+        return next((lora.a.shape[3] for lora in self.stacks.values()), 0)
 
     def check(self, adapter: Adapter) -> None:
         """Raises AdapterError unless the adapter fits into a slot."""
@@ -74,27 +122,27 @@ class Bank:
 
     def check_pair(self, name: str, pair: LoraPair) -> None:
         """`check` of one projection; only the shapes matter."""
-        if name not in self.arrays:
+        if name not in self.places:
             raise AdapterError(
                 "the engine has no slots for a projection of this adapter",
                 key=name,
-                expected=f"one of {len(self.arrays)} projections that the engine was built for",
+                expected=f"one of {len(self.places)} projections that the engine was built for",
                 found=name,
                 hint="build the engine with target_modules that include it",
             )
-        lora = self.arrays[name]
-        if pair.a.shape[1] > lora.a.shape[2]:
+        lora = self.like(name)
+        if pair.a.shape[1] > lora.a.shape[1]:
             raise AdapterError(
                 "the adapter's rank is above the bank's",
                 key=name,
-                expected=f"at most {lora.a.shape[2]}",
+                expected=f"at most {lora.a.shape[1]}",
                 found=str(pair.a.shape[1]),
                 hint="build the engine with a larger max_rank",
             )
         # All factors of kv_b are shared by its heads, in files too.
         factors = () if isinstance(lora, KvBLora) else ((pair.a, lora.a), (pair.b, lora.b))
-        for side, (values, slots) in zip(("lora_A", "lora_B"), factors, strict=False):
-            if values.shape[0] > slots.shape[1]:
+        for side, (values, slot) in zip(("lora_A", "lora_B"), factors, strict=False):
+            if values.shape[0] > slot.shape[0]:
                 raise AdapterError(
                     "the engine keeps one factor for all experts of a layer, the adapter has many",
                     key=f"{name} {side}",
@@ -102,3 +150,29 @@ class Bank:
                     found=f"{values.shape[0]} factors",
                     hint="build the engine with shared_outer=False",
                 )
+
+
+def _kind(name: str, lora: Lora | KvBLora) -> Hashable:
+    """What projections have in common that may lie in one array."""
+    arrays = tuple((x.shape, x.dtype, x.sharding) for x in lora)
+    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name), arrays
+
+
+def _join(parts: Sequence[jax.Array], aligned: bool = False) -> jax.Array:
+    """The arrays in one, with an axis for them in front; their own memory is given back."""
+    sharding = parts[0].sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    joined = jax.jit(_stack, static_argnums=1, out_shardings=sharding)(parts, aligned)
+    for part in parts:
+        part.delete()
+    return joined
+
+
+def _stack(parts: Sequence[jax.Array], aligned: bool) -> jax.Array:
+    joined = jnp.stack(parts)
+    if not aligned:
+        return joined
+    _, slots, groups = joined.shape
+    unit = ALIGNMENT // math.gcd(ALIGNMENT, groups * joined.dtype.itemsize)
+    return jnp.pad(joined, ((0, 0), (0, -slots % unit), (0, 0)))

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lora_moe_jax.adapters.adapter import Adapter, LoraPair, short_names
-from lora_moe_jax.adapters.bank import Bank, KvBLora
+from lora_moe_jax.adapters.bank import Bank, KvBLora, Place
 from lora_moe_jax.adapters.check import check_factors
 from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES
 from lora_moe_jax.errors import AdapterError
@@ -49,13 +49,6 @@ class InSlot:
         return short_names(self.ranks)
 
 
-class Place(NamedTuple):
-    """Where the factors of a projection are: in which stack of several, at which index of it."""
-
-    stack: str
-    index: int
-
-
 @dataclass(frozen=True)
 class DeviceParams:
     """Values that fit a bank, on its devices.
@@ -89,19 +82,20 @@ class DeviceParams:
             raise _wrong("params", "a mapping from projection names", type(params).__name__)
         values, ranks = {}, {}
         for name, value in params.items():
-            if not isinstance(name, str) or name not in bank.arrays:
-                expected = f"one of {len(bank.arrays)} projections that have slots"
+            if not isinstance(name, str) or name not in bank.places:
+                expected = f"one of {len(bank.places)} projections that have slots"
                 raise _wrong(str(name)[:200], expected, "a name without slots")
-            lora = bank.arrays[name]
-            _check_arrays(name, value, lora)
+            slot = bank.like(name)
+            _check_arrays(name, value, slot)
             if isinstance(value, LoraPair):
                 check_factors(name, value, bank.projections)
                 bank.check_pair(name, value)
                 value = Factors(value.a, value.b, value.scaling)
             else:
-                _check_slot(name, value, lora)
+                _check_slot(name, value, slot)
             ranks[name] = value.a.shape[1]
-            values[name] = type(value)(*(_beside(array, lora.a) for array in value))
+            there = bank.stacks[bank.places[name].stack].a
+            values[name] = type(value)(*(_beside(array, there) for array in value))
         return cls(values, InSlot(ranks))
 
     @classmethod
@@ -135,8 +129,8 @@ def _wrong(key: str, expected: object, found: object) -> AdapterError:
     )
 
 
-def _check_arrays(name: str, value: object, lora: Lora | KvBLora) -> None:
-    kinds = (LoraPair, type(lora))
+def _check_arrays(name: str, value: object, slot: Lora | KvBLora) -> None:
+    kinds = (LoraPair, type(slot))
     if not isinstance(value, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise _wrong(name, expected, type(value).__name__)
@@ -149,10 +143,10 @@ def _check_arrays(name: str, value: object, lora: Lora | KvBLora) -> None:
             raise _wrong(name, ", ".join(FLOAT_DTYPES), array.dtype)
 
 
-def _check_slot(name: str, value: Lora | KvBLora, lora: Lora | KvBLora) -> None:
-    for field, array, slots in zip(lora._fields, value, lora, strict=True):
-        if array.shape != slots.shape[1:]:
-            raise _wrong(f"{name} {field}", list(slots.shape[1:]), list(array.shape))
+def _check_slot(name: str, value: Lora | KvBLora, slot: Lora | KvBLora) -> None:
+    for field, array, like in zip(slot._fields, value, slot, strict=True):
+        if array.shape != like.shape:
+            raise _wrong(f"{name} {field}", list(like.shape), list(array.shape))
 
 
 def _beside(x: jax.Array | np.ndarray, other: jax.Array) -> jax.Array | np.ndarray:

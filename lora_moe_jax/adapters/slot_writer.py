@@ -6,23 +6,22 @@ the runtime writes into donated memory only after everything dispatched that rea
 
 Adapters from host memory are padded there; each shape of projection has a function, compiled at the
 start. Adapters from the device take one function for the whole bank, compiled when the first one of
-these shapes comes. One more is for a trainer's next version in the slot of the last, which leaves
-alone what is the same: the scaling, and the zeros of projections that it does not have.
+these shapes comes.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lora_moe_jax.adapters.adapter import Adapter, LoraPair
-from lora_moe_jax.adapters.bank import Bank, KvBLora
+from lora_moe_jax.adapters.bank import Bank, KvBLora, Place
 from lora_moe_jax.adapters.config import AdapterConfig
 from lora_moe_jax.adapters.device_params import DeviceParams, Factors, InSlot
 from lora_moe_jax.errors import AdapterError
@@ -34,12 +33,14 @@ class SlotWriter:
 
     def __init__(self, bank: Bank):
         self._bank = bank
-        shardings = {
-            name: type(lora)(*(array.sharding for array in lora))
-            for name, lora in bank.arrays.items()
-        }
-        self._write_all = jax.jit(_write_all, donate_argnums=0, out_shardings=shardings)
-        self._held: dict[int, InSlot] = {}  # by slot, what a trainer has written there
+        shardings = {stack: _shardings(lora) for stack, lora in bank.stacks.items()}
+        members: dict[str, list[str]] = {}
+        for name, place in bank.places.items():
+            members.setdefault(place.stack, []).append(name)
+        write = functools.partial(_write_all, members)
+        self._write_all = jax.jit(
+            write, static_argnums=0, donate_argnums=1, out_shardings=shardings
+        )
         self._finite = jax.jit(_finite)
         self._writers = self._compile(_compiled_writer)
         self._readers: dict[str, Any] = {}
@@ -50,37 +51,16 @@ class SlotWriter:
         Raises:
           AdapterError: it does not fit. Nothing is written then.
         """
-        held, index = self._held.pop(slot, None), np.int32(slot)
-        if not isinstance(adapter, DeviceParams):
-            self._write_host(index, adapter)
-        elif not adapter.places:
-            arrays = self._bank.arrays
-            arrays.update(self._write_all(arrays, index, adapter.values))
-        else:
-            write = self._write_factors if held is adapter.in_slot else self._write_stacks
-            write(index, adapter)
-            self._held[slot] = adapter.in_slot
-
-    def _write_host(self, index: np.int32, adapter: Adapter) -> None:
-        self._bank.check(adapter)
-        arrays = self._bank.arrays
-        for name, lora in arrays.items():
-            values = _padded(lora, adapter.pairs.get(name))
-            arrays[name] = self._writers[name](lora, index, values)
-
-    def _write_stacks(self, index: np.int32, params: DeviceParams) -> None:
-        arrays = self._bank.arrays
-        arrays.update(_write_stacks(params.places, arrays, index, params.values))
-
-    def _write_factors(self, index: np.int32, params: DeviceParams) -> None:
-        """As `_write_stacks`, where scalings and zeros are there; flat lists are fastest."""
-        arrays = self._bank.arrays
-        kinds = tuple((type(arrays[name]), *place) for name, place in params.places)
-        factors = [factor for name, _ in params.places for factor in arrays[name][:-1]]
-        written = iter(_write_factors(kinds, factors, index, params.values))
-        for name, _ in params.places:
-            lora = arrays[name]
-            arrays[name] = type(lora)(*itertools.islice(written, len(lora) - 1), lora.scaling)
+        bank, slot = self._bank, np.int32(slot)
+        if isinstance(adapter, DeviceParams):
+            bank.stacks = self._write_all(adapter.places, bank.stacks, slot, adapter.values)
+            return
+        bank.check(adapter)
+        for name, (stack, index) in bank.places.items():
+            values = _padded(bank.like(name), adapter.pairs.get(name))
+            bank.stacks[stack] = self._writers[stack](
+                bank.stacks[stack], np.int32(index), slot, values
+            )
 
     def check_finite(self, params: DeviceParams) -> None:
         """Raises AdapterError for a NaN or an infinity. Waits until the values are there."""
@@ -97,77 +77,79 @@ class SlotWriter:
 
     def read(self, slot: int, held: InSlot) -> Adapter:
         """A host copy of parameters that were written; written again it gives the same bits."""
-        arrays, index = self._bank.arrays, np.int32(slot)
-        parts = {name: self._readers[name](arrays[name], index) for name in held.ranks}
-        pairs = {name: _pair(part, held.ranks[name]) for name, part in parts.items()}
+        pairs, slot = {}, np.int32(slot)
+        for name, rank in held.ranks.items():
+            stack, index = self._bank.places[name]
+            part = self._readers[stack](self._bank.stacks[stack], np.int32(index), slot)
+            pairs[name] = _pair(part, rank)
         return Adapter(pairs, held.layout, AdapterConfig(r=held.rank))
 
     def _compile(self, function: Callable[[Lora | KvBLora], Any]) -> dict[str, Any]:
-        """A compiled function for each projection; projections of one shape share theirs."""
+        """A compiled function for each stack; stacks of one shape share theirs."""
         compiled: dict[tuple, Any] = {}
         functions = {}
-        for name, lora in self._bank.arrays.items():
+        for stack, lora in self._bank.stacks.items():
             key = tuple((array.shape, array.dtype, array.sharding) for array in lora)
             if key not in compiled:
                 compiled[key] = function(lora)
-            functions[name] = compiled[key]
+            functions[stack] = compiled[key]
         return functions
 
 
+def _shardings(lora: Lora | KvBLora):
+    return type(lora)(*(array.sharding for array in lora))
+
+
 def _compiled_writer(lora: Lora | KvBLora):
-    shardings = type(lora)(*(array.sharding for array in lora))
-    write = jax.jit(_write_slot, donate_argnums=0, out_shardings=shardings)
-    return write.lower(lora, np.int32(0), _padded(lora, None)).compile()
+    values = type(lora)(*(np.zeros(array.shape[2:], array.dtype) for array in lora))
+    write = jax.jit(_write_one, donate_argnums=0, out_shardings=_shardings(lora))
+    return write.lower(lora, np.int32(0), np.int32(0), values).compile()
 
 
 def _compiled_reader(lora: Lora | KvBLora):
-    return jax.jit(_read_slot).lower(lora, np.int32(0)).compile()
+    return jax.jit(_read_one).lower(lora, np.int32(0), np.int32(0)).compile()
 
 
-def _padded(lora: Lora | KvBLora, pair: LoraPair | None) -> Lora | KvBLora:
-    """The slot's new values: ranks padded with zeros, shared factors repeated if need be."""
-    values = type(lora)(*(np.zeros(array.shape[1:], array.dtype) for array in lora))
+def _padded(slot: Lora | KvBLora, pair: LoraPair | None) -> Lora | KvBLora:
+    """A slot's new values: ranks padded with zeros, shared factors repeated if need be."""
+    values = type(slot)(*(np.zeros(array.shape, array.dtype) for array in slot))
     if pair is None:
         return values
-    for value, part in zip(values[:-1], _parts(lora, pair), strict=True):
+    for value, part in zip(values[:-1], _parts(slot, pair), strict=True):
         value[:, : pair.rank] = part
     values.scaling[:] = pair.scaling
     return values
 
 
-def _padded_on_device(lora: Lora | KvBLora, pair: Factors) -> Lora | KvBLora:
-    """`_padded` for arrays on the device."""
-    factors = [
-        _padded_rank(array, part) for array, part in zip(lora[:-1], _parts(lora, pair), strict=True)
-    ]
-    if lora.scaling is None:  # it stays
-        return type(lora)(*factors, None)
-    return type(lora)(*factors, jnp.broadcast_to(pair.scaling, lora.scaling.shape[1:]))
-
-
-def _padded_rank(array: jax.Array, part: jax.Array) -> jax.Array:
-    bits = _bits(part, array.dtype)
-    zeros = jnp.zeros(array.shape[1:], bits.dtype)
-    return zeros.at[:, : part.shape[1]].set(bits).view(array.dtype)
+def _padded_on_device(slot: Lora | KvBLora, pair: Factors) -> Lora | KvBLora:
+    """`_padded` for arrays on the device, as `_bits`."""
+    factors = []
+    for like, part in zip(slot[:-1], _parts(slot, pair), strict=True):
+        bits = _bits(part, like.dtype)
+        factors.append(jnp.zeros(like.shape, bits.dtype).at[:, : part.shape[1]].set(bits))
+    scaling = jnp.broadcast_to(pair.scaling, slot.scaling.shape)
+    return type(slot)(*factors, _bits(scaling, slot.scaling.dtype))
 
 
 def _bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Finite numbers in `dtype`, as integers.
+    """Finite numbers in `dtype`; for a CPU as integers.
 
     XLA:CPU makes the smallest numbers zero when it rounds to bfloat16, or selects between such, in
     some of the ways in which it fuses; the host's code does not. So it is done by hand.
     """
+    if jax.default_backend() != "cpu":
+        return x.astype(dtype)
     if dtype == jnp.bfloat16 and x.dtype != dtype:
         bits = x.astype(jnp.float32).view(jnp.uint32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(jnp.uint16)
     return x.astype(dtype).view({2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize])
 
 
-def _parts(lora: Lora | KvBLora, pair: LoraPair | Factors):
+def _parts(slot: Lora | KvBLora, pair: LoraPair | Factors):
     """A pair's factors as the bank holds them: kv_b's B by head, in two parts."""
-    if not isinstance(lora, KvBLora):
+    if not isinstance(slot, KvBLora):
         return pair.a, pair.b
-    (_, heads, _, nope), rank = lora.b_key.shape, pair.a.shape[1]
+    (heads, _, nope), rank = slot.b_key.shape, pair.a.shape[1]
     by_head = pair.b[0].reshape(rank, heads, -1).swapaxes(0, 1)
     return pair.a, by_head[:, :, :nope], by_head[:, :, nope:]
 
@@ -181,60 +163,62 @@ def _pair(part: Lora | KvBLora, rank: int) -> LoraPair:
     return LoraPair(a, b, scaling, np.full(len(scaling), rank, np.int32))
 
 
-def _write_all(arrays, slot: jax.Array, params):
+def _write_all(members: Mapping[str, Sequence[str]], places, stacks, slot: jax.Array, params):
     """The whole bank with one slot replaced by the parameters, and zeros where they have none."""
-    written = {}
-    for name, lora in arrays.items():
-        values = params.get(name)
-        if values is None:
-            values = _zeros(lora)
-        elif isinstance(values, Factors):
-            values = _padded_on_device(lora, values)
-        written[name] = _write_slot(lora, slot, values)
+    places, written = dict(places), {}
+    for stack, lora in stacks.items():
+        like = type(lora)(*(jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for x in lora))
+        values = _values(like, members[stack], places, params)
+        if jax.default_backend() == "cpu":  # or LLVM selects between bfloat16 after all
+            values = lax.optimization_barrier(values)
+        written[stack] = jax.tree.map(
+            lambda array, value: lax.dynamic_update_index_in_dim(
+                array, value.view(array.dtype), slot, 1
+            ),
+            lora,
+            values,
+        )
     return written
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _write_stacks(places, arrays, slot: jax.Array, stacks):
-    """`_write_all` of stacks."""
-    taken = {name: _taken(stacks, *place) for name, place in places}
-    return _write_all(arrays, slot, taken)
+def _values(slot: Lora | KvBLora, names: Sequence[str], places: Mapping[str, Place], params):
+    """One slot's new values for all projections of a stack, as `_bits`."""
+    found = [places.get(name) for name in names]
+    sources = {place and place.stack for place in found}
+    if None not in sources and len(sources) == 1:
+        taken = np.array([place.index for place in found])
+        pairs = Factors(*(x[taken] for x in params[sources.pop()]))
+        return jax.vmap(functools.partial(_padded_on_device, slot))(pairs)
+    values = [_value(slot, name, places, params) for name in names]
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *values)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _write_factors(kinds, factors: list[jax.Array], slot: jax.Array, stacks):
-    """One slot of these projections' factors."""
-    left, written = iter(factors), []
-    for kind, stack, index in kinds:
-        lora = kind(*itertools.islice(left, len(kind._fields) - 1), None)
-        values = _padded_on_device(lora, _taken(stacks, stack, index))
-        written += _write_slot(lora, slot, values)[:-1]
-    return written
+def _value(slot: Lora | KvBLora, name: str, places: Mapping[str, Place], params):
+    """Of one projection."""
+    value = params.get(name)
+    if name in places:
+        stack, index = places[name]
+        value = Factors(*(x[index] for x in params[stack]))
+    if isinstance(value, Factors):
+        return _padded_on_device(slot, value)
+    if value is None:
+        value = type(slot)(*(jnp.zeros(like.shape, like.dtype) for like in slot))
+    return jax.tree.map(lambda x, like: _bits(x, like.dtype), value, slot)
 
 
-def _taken(stacks, stack: str, index: int) -> Factors:
-    return Factors(*(x[index] for x in stacks[stack]))
-
-
-def _zeros(lora: Lora | KvBLora):
-    return type(lora)(*(jnp.zeros(array.shape[1:], array.dtype) for array in lora))
-
-
-def _write_slot(lora, slot: jax.Array, values):
-    """The arrays of one projection with one slot replaced."""
+def _write_one(lora, index: jax.Array, slot: jax.Array, values):
+    """The arrays of a stack with one slot of one projection replaced."""
 
     def write(array, value):
-        value = _bits(value, array.dtype).view(array.dtype)
-        return jax.lax.dynamic_update_index_in_dim(array, value, slot, 0)
+        start = index, slot, *[0] * value.ndim
+        return lax.dynamic_update_slice(array, value[None, None], start)
 
     return jax.tree.map(write, lora, values)
 
 
-def _read_slot(lora, slot: jax.Array):
-    """One slot of the arrays of one projection."""
-    return type(lora)(
-        *(jax.lax.dynamic_index_in_dim(array, slot, 0, keepdims=False) for array in lora)
-    )
+def _read_one(lora, index: jax.Array, slot: jax.Array):
+    """One slot of one projection of a stack."""
+    return jax.tree.map(lambda array: array[index, slot], lora)
 
 
 def _finite(params):

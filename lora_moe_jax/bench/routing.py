@@ -64,7 +64,7 @@ class Replay:
         """
         _check_whole(requests, batches)
         steps, found = self._steps, {request: [] for request in requests}
-        base, bank = steps.arrays.base, steps.arrays.bank_leaves()
+        base, bank = steps.arrays.base, steps.arrays.bank.stacks
         # None is fed back that these steps have not sampled themselves.
         last_tokens = jnp.zeros_like(steps.last_tokens)
         for batch in batches:

@@ -134,13 +134,13 @@ def _load_adapters(engine: Engine, count: int) -> None:
     if not count:
         return
     pairs = {}
-    for name, lora in engine.bank.arrays.items():
-        projection = engine.bank.projections[name]
-        rank, groups = lora.a.shape[2], projection.groups if projection.kind == "expert" else 1
+    for name, projection in engine.bank.projections.items():
+        slot = engine.bank.like(name)
+        rank, groups = slot.a.shape[1], projection.groups if projection.kind == "expert" else 1
         # kv_b's B lies in two parts, by head.
-        b_groups = lora.b.shape[1] if hasattr(lora, "b") else 1
-        shapes = (lora.a.shape[1], projection.in_features), (b_groups, projection.out_features)
-        a, b = (_random_factor((g, rank, width), lora.a.dtype) for g, width in shapes)
+        b_groups = slot.b.shape[0] if hasattr(slot, "b") else 1
+        shapes = (slot.a.shape[0], projection.in_features), (b_groups, projection.out_features)
+        a, b = (_random_factor((g, rank, width), slot.a.dtype) for g, width in shapes)
         ones = np.ones(groups)
         pairs[name] = LoraPair(a, b, ones.astype(np.float32), (rank * ones).astype(np.int32))
     adapter = Adapter(pairs, "stacked", AdapterConfig(r=engine.options.max_rank, target_modules=()))

@@ -100,7 +100,7 @@ def measure(
             passed = time.perf_counter()
             state = sum(info.nbytes for info in trainer.adapters())
             trainer.optim_step(names, 1e-4)
-            jax.block_until_ready(engine.bank.arrays)
+            jax.block_until_ready(engine.bank.stacks)
             times.append((passed - start, time.perf_counter() - passed))
             bar.update(number + 1, rounds + 1)
     # The first ones compile.
@@ -128,7 +128,7 @@ def _update(engine: Engine, trainer: Trainer, name: str, count: int) -> Updates:
         for number in range(count + 1):
             start = time.perf_counter()
             trainer.update_engine(name)
-            jax.block_until_ready(engine.bank.arrays)
+            jax.block_until_ready(engine.bank.stacks)
             times.append(time.perf_counter() - start)
             if number in (0, count):
                 in_use.append(_bytes_in_use())

@@ -505,14 +505,14 @@ class Engine:
             free(self._runner.steps.pages)
         if level == 2 and self._asleep < 2:
             self._adapters.clear_slots()
-            free(self.bank.arrays)
+            free(self.bank.stacks)
         self._asleep = max(self._asleep, level)
 
     @uninterrupted()
     def wake(self) -> None:
         """Takes the memory back that `sleep` gave away; harmless when awake."""
         if self._asleep == 2:
-            self.bank.arrays = renewed(self.bank.arrays)
+            self.bank.stacks = renewed(self.bank.stacks)
             self._adapters.place_pinned()
         if self._asleep:
             self._runner.steps.pages = renewed(self._runner.steps.pages)
@@ -542,6 +542,6 @@ class Engine:
             free_pages=scheduler.pool.free,
             cached_pages=len(scheduler.pool.prefixes),
             total_pages=scheduler.pool.total,
-            bank_bytes=nbytes(self.bank.arrays),
+            bank_bytes=nbytes(self.bank.stacks),
             cache_bytes=nbytes(self._runner.steps.pages),
         )

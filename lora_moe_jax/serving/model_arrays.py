@@ -1,18 +1,28 @@
-"""A model as flat lists of arrays: how parameters cross the boundary of compiled functions."""
+"""A model taken apart into arrays: how parameters cross the boundary of compiled functions."""
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Mapping
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from lora_moe_jax.adapters.bank import Bank, SlotEntry
+from lora_moe_jax.adapters.bank import Bank, KvBLora, SlotEntry
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.parallel.sharding import partition_spec, sharding_rules
+from pallas_kernels import Lora
+
+
+def reads_slices_in_place() -> bool:
+    """Whether a kernel that gets a slice of an array reads it where it is: XLA's, for GPUs.
+
+    There the bank's layers lie in one array each of their kind, as the host needs 1 to 3 µs for
+    every array that it hands over; elsewhere a step would copy them.
+    """
+    return jax.default_backend() == "gpu"
 
 
 class ModelArrays:
@@ -24,35 +34,46 @@ class ModelArrays:
         self.graph, bank, base = nnx.split(model, LoraParam, ...)
         self.base, self._base_tree = jax.tree.flatten(base)
         _, self._bank_tree = jax.tree.flatten(bank)
-        self._bank_paths = [path for path, _ in nnx.to_flat_state(bank)]
         self._base_axes = [v.get_metadata("axes") for _, v in nnx.to_flat_state(base)]
-        self._bank_axes = [v.get_metadata("axes") for _, v in nnx.to_flat_state(bank)]
         slots = {p: n for p, n in nnx.iter_graph(model) if isinstance(n, AdapterSlots)}
+        names = {path: its.projection.name for path, its in slots.items()}
+        # Of each of the bank's leaves: its projection, which field it is, and its axes.
+        self._bank_fields = [(names[p[:-1]], p[-1]) for p, _ in nnx.to_flat_state(bank)]
+        axes = [v.get_metadata("axes") for _, v in nnx.to_flat_state(bank)]
+        self._bank_axes = dict(zip(self._bank_fields, axes, strict=True))
+        entries = (SlotEntry(its.projection, its.lora()) for its in slots.values())
         self.bank = Bank(
-            {s.projection.name: SlotEntry(s.projection, s.lora()) for s in slots.values()}
+            {entry.projection.name: entry for entry in entries}, joined=reads_slices_in_place()
         )
-        self._names = {path: s.projection.name for path, s in slots.items()}
-        self._seen: list = []  # of the bank, when the leaves were listed
-        self._leaves: list[jax.Array] = []
 
-    def bank_leaves(self) -> list[jax.Array]:
-        """The bank's arrays in the order that `merge` takes them, listed anew when one is new."""
-        arrays = self.bank.arrays
-        now = list(arrays.values())
-        if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
-            names = self._names
-            self._leaves = [getattr(arrays[names[p[:-1]]], p[-1]) for p in self._bank_paths]
-            self._seen = now
-        return self._leaves
+    def merge(self, base: list[jax.Array], stacks: Mapping[str, Lora | KvBLora]) -> Decoder:
+        """The model again, from (possibly traced, possibly split) arrays of base and bank."""
+        parts = {name: self.bank.lora(stacks, name) for name in self.bank.places}
+        return self._merge(base, [getattr(parts[name], field) for name, field in self._bank_fields])
 
-    def merge(self, base: list[jax.Array], bank: list[jax.Array]) -> Decoder:
-        """The model again, from (possibly traced, possibly split) arrays."""
+    def on_base(self) -> Decoder:
+        """The model on its base arrays; of the slots only the shapes."""
+        shapes = {
+            name: jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+                self.bank.stacks[place.stack],
+            )
+            for name, place in self.bank.places.items()
+        }
+        return self._merge(
+            self.base, [getattr(shapes[name], field) for name, field in self._bank_fields]
+        )
+
+    def _merge(self, base: list, bank: list) -> Decoder:
         base_state = jax.tree.unflatten(self._base_tree, base)
         return nnx.merge(self.graph, base_state, jax.tree.unflatten(self._bank_tree, bank))
 
-    def specs(self) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
-        """How base and bank arrays are split over the mesh."""
-        return tuple(
-            [partition_spec(axes, self.rules) for axes in group]
-            for group in (self._base_axes, self._bank_axes)
-        )
+    def specs(self) -> tuple[list[PartitionSpec], dict[str, Lora | KvBLora]]:
+        """How base arrays and the bank's stacks are split over the mesh."""
+        base = [partition_spec(axes, self.rules) for axes in self._base_axes]
+        bank = {}
+        for stack, lora in self.bank.stacks.items():
+            axes = (self._bank_axes[stack, field] for field in lora._fields)
+            specs = (partition_spec((None, *own), self.rules) for own in axes)
+            bank[stack] = type(lora)(*specs)
+        return base, bank

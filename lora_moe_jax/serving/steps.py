@@ -195,7 +195,7 @@ class Steps:
             raise CacheLostError(
                 "an earlier step failed on the device and its cache is lost; build a new engine"
             )
-        return self._compiled[name](self.arrays.base, self.arrays.bank_leaves(), *inputs)
+        return self._compiled[name](self.arrays.base, self.arrays.bank.stacks, *inputs)
 
     def _check_name(self, name: str) -> None:
         if name not in self._compiled:
@@ -216,7 +216,7 @@ class Steps:
         """A job ready to be compiled; its kernels are being compiled then."""
         bound = functools.partial(job.function, self.arrays)
         bound.__name__ = _name(job.function)  # what compile logs call it
-        arguments = (self.arrays.base, self.arrays.bank_leaves(), *job.inputs)
+        arguments = (self.arrays.base, self.arrays.bank.stacks, *job.inputs)
         if self.arrays.mesh is not None:
             bound, arguments = self._on_mesh(bound, arguments, job.inputs[0] is self.pages)
         # A step does not read what lies where it writes: dropped as unused, it is not donated.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from lora_moe_jax.adapters.device_params import Place
+from lora_moe_jax.adapters.bank import Place
 from lora_moe_jax.training.datum import Row
 from lora_moe_jax.training.loss_value import value_and_gradient
 from lora_moe_jax.training.losses import Loss

@@ -147,7 +147,7 @@ def _pair_shape(
     scaling = [
         targets.scaling(name) if rank else 0 for name, rank in zip(names, ranks, strict=True)
     ]
-    rank, name, arrays = max(ranks), projection.name, bank.arrays[projection.name]
+    rank, name, slot = max(ranks), projection.name, bank.like(projection.name)
     if rank > bank.max_rank:
         raise AdapterError(
             "the adapter's rank is above the bank's",
@@ -156,8 +156,8 @@ def _pair_shape(
             found=rank,
             hint="build the engine with a larger max_rank",
         )
-    b_groups = arrays.b.shape[1] if hasattr(arrays, "b") else 1  # kv_b's factors are whole
-    a_groups = arrays.a.shape[1]
+    b_groups = slot.b.shape[0] if hasattr(slot, "b") else 1  # kv_b's factors are whole
+    a_groups = slot.a.shape[0]
     if min(a_groups, b_groups) < projection.groups and len(set(ranks)) > 1:
         raise AdapterError(
             "experts that share a factor must have one rank",

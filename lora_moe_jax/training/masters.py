@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from lora_moe_jax.adapters.device_params import Place
+from lora_moe_jax.adapters.bank import Place
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.training.config import LoraConfig, PairShape
 

@@ -25,7 +25,7 @@ class ModelPass:
 
     def __init__(self, arrays: ModelArrays):
         self._bank = arrays.bank
-        self._pieces = pieces(arrays.merge(arrays.base, arrays.bank_leaves()))
+        self._pieces = pieces(arrays.on_base())
         self._programs: dict[PackSizes, dict[Hashable, Program]] = {}
 
     def forward(self, sizes: PackSizes, batch: PackedBatch) -> tuple[jax.Array, KeptOfPieces]:

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from lora_moe_jax.adapters.device_params import Place
+from lora_moe_jax.adapters.bank import Place
 from lora_moe_jax.training.masters import Master, Masters
 from lora_moe_jax.training.pieces import SlotGradients
 

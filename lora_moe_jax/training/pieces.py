@@ -6,11 +6,13 @@ as its kinds of layers, and a layer's gradients are done with before the next on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -92,11 +94,12 @@ class Piece:
 
     def arrays(self, bank: Bank) -> Arrays:
         """What the functions take, as it is now."""
-        factors, others = (
-            [getattr(bank.arrays[projection], field) for projection, field in names]
-            for names in (self.factors, self._others)
-        )
-        return Arrays(factors, others, self._base)
+        names = self.factors + self._others
+        places = [bank.places[projection] for projection, _ in names]
+        stacks = [bank.stacks[place.stack] for place in places]
+        of_all = [getattr(lora, field) for lora, (_, field) in zip(stacks, names, strict=True)]
+        own = _at(bank.slots, of_all, np.int32([place.index for place in places]))
+        return Arrays(own[: len(self.factors)], own[len(self.factors) :], self._base)
 
     def slot_gradients(self, values: list[jax.Array]) -> SlotGradients:
         """The gradients of the factors, by name."""
@@ -104,6 +107,12 @@ class Piece:
         for (projection, factor), value in zip(self.factors, values, strict=True):
             gradients.setdefault(projection, {})[factor] = value
         return gradients
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _at(slots: int, stacks: list[jax.Array], indices: jax.Array) -> list[jax.Array]:
+    """An array of each stack: a copy, which is there for as long as its layer's turn takes."""
+    return [stack[index, :slots] for stack, index in zip(stacks, indices, strict=True)]
 
 
 def pieces(model: Decoder) -> list[Piece]:

@@ -429,8 +429,8 @@ class Trainer:
 
     def _placed(self, tree: object) -> object:
         """Arrays where the bank is, by name: unplaced ones count as something else in compiling."""
-        arrays = self._engine.bank.arrays
-        return jax.device_put(tree, next(iter(arrays.values())).scaling.sharding)
+        stacks = self._engine.bank.stacks
+        return jax.device_put(tree, next(iter(stacks.values())).scaling.sharding)
 
     def _publish(self, name: str, training: Training) -> AdapterInfo:
         """Makes the masters the engine's newest version."""

@@ -28,12 +28,13 @@ class Lora(NamedTuple):
       a: `[S, G or 1, R, K]`. One matrix per slot and group, or one per slot for all groups
         (a shared outer factor). Rows at and past an adapter's own rank are zero.
       b: `[S, G or 1, R, N]`.
-      scaling: float32 `[S, G or 1]`, applied to x·Aᵀ and never folded into B.
+      scaling: float32 `[S or more, G or 1]`, applied to x·Aᵀ and never folded into B. What it
+        has for more slots is not read.
     """
 
     a: Float[Array, "slots a_groups rank k"]
     b: Float[Array, "slots b_groups rank n"]
-    scaling: Float[Array, "slots s_groups"]
+    scaling: Float[Array, "s_slots s_groups"]
 
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "mosaic_tpu")
@@ -223,7 +224,9 @@ def _check_pair(pair: Lora, groups: int, n: int, k: int):
         ("b", pair.b, (rank, n)),
         ("scaling", pair.scaling, ()),
     ):
-        if array.shape not in ((slots, groups, *tail), (slots, 1, *tail)):
+        more = name == "scaling" and array.ndim and array.shape[0] > slots
+        count = array.shape[0] if more else slots
+        if array.shape not in ((count, groups, *tail), (count, 1, *tail)):
             expected = (slots, f"{groups} or 1", *tail)
             raise ValueError(f"lora.{name} must be {expected}, got {array.shape}")
         if not jnp.issubdtype(array.dtype, jnp.floating):

@@ -174,6 +174,8 @@ def scaling_gradient(backend, pair, x, dy, start, tables):
     (v,) = backend.shrink(dy, tables, (pair.b,), (start,), (None,))
     # v may be wider than the rank; the trace ends there.
     v, exact = jnp.asarray(v), jnp.result_type(jnp.float32, x.dtype, pair.a.dtype)
-    lefts, shape = ((u, _rank(pair)),), pair.scaling.shape
-    (products,) = backend.outer(lefts, v, 0, v.shape[1], tables, shape, exact)
-    return jnp.trace(products, axis1=2, axis2=3).astype(pair.scaling.dtype)
+    slots, (more, groups) = pair.a.shape[0], pair.scaling.shape
+    lefts = ((u, _rank(pair)),)
+    (products,) = backend.outer(lefts, v, 0, v.shape[1], tables, (slots, groups), exact)
+    of_slots = jnp.trace(products, axis1=2, axis2=3).astype(pair.scaling.dtype)
+    return jnp.pad(of_slots, ((0, more - slots), (0, 0)))

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from lora_moe_jax import AdapterError
 from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair, Projection
-from lora_moe_jax.adapters.bank import Bank, KvBLora, SlotEntry
+from lora_moe_jax.adapters.bank import ALIGNMENT, Bank, KvBLora, Place, SlotEntry
 from lora_moe_jax.adapters.device_params import DeviceParams
 from lora_moe_jax.adapters.slot_writer import SlotWriter
+from lora_moe_jax.training.config import PairShape
+from lora_moe_jax.training.masters import Master, Stacks
 from pallas_kernels import Lora
 
 SLOTS, RANK, HEADS, NOPE, V = 3, 4, 2, 3, 5
@@ -22,11 +24,12 @@ LINEAR = Projection("model.layers.0.self_attn.o_proj", 6, 7)
 EXPERTS = Projection("model.layers.0.mlp.experts.up_proj", 6, 7, groups=3, kind="expert")
 SHARED = Projection("model.layers.1.mlp.experts.up_proj", 6, 7, groups=3, kind="expert")
 KV_B = Projection("model.layers.0.self_attn.kv_b_proj", 6, HEADS * (NOPE + V))
-ALL = (LINEAR, EXPERTS, SHARED, KV_B)
+NEXT = Projection("model.layers.1.self_attn.o_proj", 6, 7)
+ALL = (LINEAR, EXPERTS, SHARED, KV_B, NEXT)
 
 
-def bank(dtype: str) -> Bank:
-    """A projection of each kind; SHARED has one A for all experts."""
+def bank(dtype: str, joined: bool) -> Bank:
+    """A projection of each kind; SHARED has one A for all experts, NEXT is as LINEAR."""
 
     def zeros(*shape, of=dtype):
         return jnp.zeros((SLOTS, *shape), of)
@@ -48,7 +51,9 @@ def bank(dtype: str) -> Bank:
             EXPERTS.name: lora(EXPERTS, 3, 3),
             SHARED.name: lora(SHARED, 1, 3),
             KV_B.name: SlotEntry(KV_B, kv_b),
-        }
+            NEXT.name: lora(NEXT, 1, 1),
+        },
+        joined=joined,
     )
 
 
@@ -71,10 +76,11 @@ def pair(projection: Projection, rank: int, seed: int, dtype="float32", shared=F
 
 
 def bits(bank: Bank) -> list[bytes]:
-    return [np.asarray(array).tobytes() for lora in bank.arrays.values() for array in lora]
+    arrays = sorted(bank.arrays.items())
+    return [np.asarray(array).tobytes() for _, lora in arrays for array in lora]
 
 
-BANKS = {dtype: (bank(dtype), bank(dtype)) for dtype in ("float32", "bfloat16")}
+BANKS = {dtype: (bank(dtype, False), bank(dtype, True)) for dtype in ("float32", "bfloat16")}
 WRITERS = {dtype: tuple(map(SlotWriter, both)) for dtype, both in BANKS.items()}
 
 
@@ -88,6 +94,7 @@ WRITERS = {dtype: tuple(map(SlotWriter, both)) for dtype, both in BANKS.items()}
     st.integers(0, 2**32 - 1),
 )
 @example("bfloat16", {EXPERTS: 3}, 0, np.float32, True, 0)  # the smallest numbers became zero
+@example("bfloat16", {EXPERTS: 3, SHARED: 3, LINEAR: 4}, 1, ml_dtypes.bfloat16, True, 1412083465)
 def test_the_device_writes_what_the_host_writes(dtype, ranks, slot, values, shared, seed):
     """And what is read back is what was written; other slots stay as they are."""
     (host, device), (to_host, to_device) = BANKS[dtype], WRITERS[dtype]
@@ -109,6 +116,39 @@ def test_the_device_writes_what_the_host_writes(dtype, ranks, slot, values, shar
     to_device.write((slot + 1) % SLOTS, back)
     to_host.write((slot + 1) % SLOTS, adapter)
     assert bits(host) == bits(device)
+
+
+def test_alike_projections_lie_in_one_array():
+    apart, together = BANKS["float32"]
+    assert len(apart.stacks) == len(ALL)
+    assert together.places[LINEAR.name] == Place(LINEAR.name, 0)
+    assert together.places[NEXT.name] == Place(LINEAR.name, 1)
+    assert len(together.stacks) == len(ALL) - 1
+    joined = together.stacks[LINEAR.name]
+    assert joined.a.shape == (2, SLOTS, 1, RANK, 6)
+    assert joined.scaling[0].nbytes == ALIGNMENT
+    assert (together.slots, together.max_rank) == (apart.slots, apart.max_rank) == (SLOTS, RANK)
+
+
+@pytest.mark.parametrize("dtype", BANKS)
+@pytest.mark.parametrize("targets", [(LINEAR, NEXT), (EXPERTS, NEXT, KV_B)])
+def test_a_trainers_stacks_are_written_as_adapters_are(dtype, targets):
+    """Whole stacks of the bank, parts of some, and zeros where there is nothing."""
+    (host, device), (to_host, to_device) = BANKS[dtype], WRITERS[dtype]
+    pairs = {p.name: pair(p, 3, seed) for seed, p in enumerate(targets)}
+    to_host.write(1, Adapter(pairs, "stacked", AdapterConfig(r=3)))
+    stacks = Stacks(
+        {n: PairShape(p.a.shape, p.b.shape, p.ranks, p.scaling) for n, p in pairs.items()}
+    )
+    masters = stacks.join(lambda name: Master(pairs[name].a, pairs[name].b))
+    params = DeviceParams.of_stacks(masters, stacks.scalings(), stacks.places)
+    to_device.check_finite(params)
+    for _ in range(2):
+        to_device.write(1, params)
+        assert bits(host) == bits(device)
+        params = params.moved(masters)
+    back = to_device.read(1, params.in_slot)
+    assert {name: p.rank for name, p in back.pairs.items()} == dict.fromkeys(pairs, 3)
 
 
 @pytest.mark.parametrize("dtype", BANKS)
@@ -187,6 +227,7 @@ def test_what_is_not_finite_is_refused_by_name(field, value):
     assert caught.value.key == KV_B.name
 
 
+@pytest.mark.skipif(jax.device_count() == 1, reason="there is nowhere else")
 def test_values_elsewhere_are_sent_over():
     one, writer = BANKS["float32"][0], WRITERS["float32"][0]
     other = jax.devices()[1]

@@ -67,7 +67,7 @@ def test_sampler_and_trainer_choose_the_same_experts(engine, replay, generated):
     data = [Datum(request.tokens, "0") for request in requests]
     (pack,) = packs(checked_rows(data, engine.config.vocab_size, 32, ()), sizes)
     batch = packed(pack, sizes, {"0": 0})
-    model = engine.arrays.merge(engine.arrays.base, engine.arrays.bank_leaves())
+    model = engine.arrays.merge(engine.arrays.base, engine.arrays.bank.stacks)
     embedding, layer, _ = pieces(model)
     x, _ = embedding.functions.forward(embedding.arrays(engine.bank), None, batch, sizes)
     experts = np.asarray(layer.functions.choices(layer.arrays(engine.bank), x, batch, sizes))
@@ -104,7 +104,7 @@ def test_choices_are_those_of_the_router(engine, replay, generated):
 
     requests, _ = generated
     tokens = jnp.array(requests[1].tokens[:-1])
-    expected = route(arrays.base, arrays.bank_leaves(), tokens)
+    expected = route(arrays.base, arrays.bank.stacks, tokens)
     np.testing.assert_array_equal(replay.choices(*generated)[1][0], expected)
 
 
