@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention.api import (
     write_pages,
 )
 from pallas_kernels.routing_plan.api import RoutingPlan, combine, routing_plan
-from pallas_kernels.row_reduce.api import log_sum_exp, rms_norm, row_sum
+from pallas_kernels.row_reduce.api import add_norm, log_sum_exp, rms_norm, row_sum
 from pallas_kernels.top_experts.api import top_experts
 from pallas_kernels.top_experts.xla import Scoring
 
@@ -26,6 +26,7 @@ __all__ = [
     "PageView",
     "RoutingPlan",
     "Scoring",
+    "add_norm",
     "combine",
     "grouped_lora_matmul",
     "log_sum_exp",

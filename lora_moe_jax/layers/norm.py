@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from lora_moe_jax.layers.build import Build
-from pallas_kernels import rms_norm
+from pallas_kernels import add_norm, rms_norm
 
 
 class RmsNorm(nnx.Module):
@@ -18,3 +18,9 @@ class RmsNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         return rms_norm(x, self.weight[...], self.eps)
+
+    def of_sum(
+        self, x: Float[Array, "*rows size"], more: Float[Array, "*rows size"]
+    ) -> tuple[Float[Array, "*rows size"], Float[Array, "*rows size"]]:
+        """x + more, and it normed."""
+        return add_norm(x, more, self.weight[...], self.eps)

@@ -39,7 +39,7 @@ class Router(nnx.Module):
         logits = self.proj(x, token_slots, jnp.float32 if config.router_float32 else None)
         choose = top_experts if config.group_score == "none" else self._of_best_groups
         experts, weights = choose(
-            logits.astype(jnp.float32),
+            logits,
             None if bias is None else bias[...],
             config.top_k,
             Scoring(

@@ -39,8 +39,7 @@ class DecoderLayer(nnx.Module):
         attended, cache = self.self_attn(
             self.input_layernorm(x), view.positions, token_slots, cache
         )
-        x = x + attended
-        normed = self.post_attention_layernorm(x)
+        x, normed = self.post_attention_layernorm.of_sum(x, attended)
         if isinstance(self.mlp, MoeMlp):
             y, experts = self.mlp.routed(normed, token_slots, view.request >= 0)
             return x + y, cache, experts

@@ -9,9 +9,10 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
     tables(group_sizes, row_slots, groups) -> tables
         All it needs to know about the rows, computed once for all products of a layer. Has
         `row_slots` (-1 for rows past the last group too) and `group_of_row`.
-    dispatch(x, groups, slots, group, token_slots) -> Route(token, position, tables), rows
+    dispatch(x, groups, slots, group, token_slots, valid) -> Route(token, position, tables), rows
         The same for (token, choice) rows, sorted by (group, slot), and each row's x; `slots` is how
-        many there are.
+        many there are. Rows of a number that is not one of a group, and those of tokens that are
+        not valid (bool [T], None: all are), come after the last group.
     product(x, w, tables, u, factors, starts, *, contract, gate=None, out_dtype=None) -> [M, N]
         x[t] times its group's weight, contracted over w's axis `contract`: 2 for w [G, N, K],
         1 for w [G, K, N]. Then, for each term p in order,

@@ -1,8 +1,8 @@
 """What the Hopper kernels need to know about the rows, in plain JAX: runs, tiles and routes.
 
-Computed from the routing alone, once for all products of a layer. For few rows everything is
-counted by comparing all pairs, which XLA makes a few small kernels of: at decode sizes launches
-cost more than comparisons. More rows are sorted by counting, very many by XLA's sort.
+Computed from the routing alone, once for all products of a layer. Rows are sorted by counting,
+very many by XLA's sort. Few rows of a route are laid out by a kernel, see `gpu_dispatch`; of few
+that lie in order already all pairs are compared: launches cost more than comparisons.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 from pallas_kernels.hopper.machine import PROGRAMS
 
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
-FEW_ROWS = 2048  # up to here all pairs of rows are compared, for everything
+FEW_ROWS = 2048  # up to here all pairs of rows are compared
 MOST_KEYS = 4096  # of (group, slot), and
 MOST_COUNTED_ROWS = 65536  # of rows: up to here counting is faster than a sort
 RADIX_ROWS = 16385  # from here on XLA sorts with the radix sort, which is several times faster
@@ -105,25 +105,6 @@ class Runs(NamedTuple):
     end: jax.Array
 
 
-class Listing(NamedTuple):
-    """Few rows, in the order of (token, choice), before `gpu_spread` lays them out.
-
-    Attributes:
-      position: int32 [M], where each goes. place, run_end: as in `Tables`.
-      begin, end: int32 [M], where the row's group does, in the new order.
-      tile: int32 [M], the number of its tile, from 1. tiles: the most that there may be.
-    """
-
-    position: jax.Array
-    place: jax.Array
-    run_end: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    tile: jax.Array
-    groups: int
-    tiles: int
-
-
 class Route(NamedTuple):
     """Where the rows of a MoE layer go: the token of each row, and each choice's row."""
 
@@ -177,13 +158,14 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     ends = group_ends(group_sizes, groups, count)
     group = jnp.sum(ends[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
     place = place_of(group, row_slots, groups)
-    return _tables(place, ends, in_order=False)
+    equal = group_sizes is None
+    tiles = tiles_of_equal_groups(groups, count) if equal else tiles_of_groups(ends, count)
+    return _tables(place, tiles, in_order=False)
 
 
-def _tables(place, ends, in_order: bool) -> Tables:
+def _tables(place, tiles: Tiles, in_order: bool) -> Tables:
     row = jnp.arange(place.shape[0], dtype=jnp.int32)
     last = (place != jnp.roll(place, -1)) | (row == place.shape[0] - 1)
-    tiles = tiles_of_groups(ends, place.shape[0])
     return Tables(place, _next_marked(last, row) + 1, _pieces(place), tiles, in_order)
 
 
@@ -280,6 +262,21 @@ def tiles_of_groups(ends, rows: int) -> Tiles:
     return Tiles(_whole(jnp.sum(tiles)[None], tiles_together(rows, groups)), words)
 
 
+def tiles_of_equal_groups(groups: int, rows: int) -> Tiles:
+    """The same for M / G rows in every group: constants, which cost no launch."""
+    height = tile_height(rows, groups)
+    sizes = np.append(np.full(groups, rows // groups), rows % groups)
+    tiles = -(-sizes // height)
+    group = np.repeat(np.arange(groups + 1), tiles)
+    piece = np.arange(group.size) - (np.cumsum(tiles) - tiles)[group]
+    shorter, longer = np.divmod(sizes[group], tiles[group])
+    first = group * sizes[0] + piece * shorter + np.minimum(piece, longer)
+    words = np.full((most_tiles(groups, rows), TILE_WORDS), (0, 0, groups, 0), np.int32)
+    words[: group.size, :3] = np.stack((first, shorter + (piece < longer), group), axis=1)
+    count = np.array([_whole(group.size, tiles_together(rows, groups))], np.int32)
+    return Tiles(jnp.asarray(count), jnp.asarray(words.reshape(-1)))
+
+
 def _equal_cut(size, pieces, piece):
     """Where a piece starts and its size, when `size` rows are cut in equal pieces."""
     pieces = jnp.maximum(pieces, 1)
@@ -287,7 +284,7 @@ def _equal_cut(size, pieces, piece):
     return piece * shorter + jnp.minimum(piece, longer), shorter + (piece < longer)
 
 
-def plan(groups: int, slots: int, group, token_slots) -> Route | Listing:
+def plan(groups: int, slots: int, group, token_slots) -> Route:
     """Sorts (token, choice) rows by (group, slot), stably; very few stay in order.
 
     Args:
@@ -302,8 +299,6 @@ def plan(groups: int, slots: int, group, token_slots) -> Route | Listing:
     if count <= UNSORTED_ROWS:
         row = np.arange(count, dtype=np.int32)
         token, position, tables = jnp.asarray(row // choices), jnp.asarray(row), _unsorted(place)
-    elif count <= FEW_ROWS and (groups + 1) * (slots + 1) * count < 2**31:
-        return _list_few(groups, slots, place)
     elif (groups + 1) * (slots + 1) <= MOST_KEYS and count <= MOST_COUNTED_ROWS:
         token, position, tables = _route_counted(groups, slots, place, choices)
     else:
@@ -314,7 +309,7 @@ def plan(groups: int, slots: int, group, token_slots) -> Route | Listing:
             axis=1,
             dtype=jnp.int32,
         )
-        tables = _tables(place[order], ends, in_order=True)
+        tables = _tables(place[order], tiles_of_groups(ends, count), in_order=True)
     return Route(token, position.reshape(tokens, choices), tables)
 
 
@@ -329,35 +324,8 @@ def _unsorted(place) -> Tables:
     return Tables(place, end, Pieces(place, place), None)
 
 
-def _list_few(groups, slots, place) -> Listing:
-    """By comparing all pairs, in few kernels.
-
-    Barriers keep what is compared in memory: XLA makes one kernel of several sums over the pairs of
-    such arrays, but stores the pairs if their numbers have to be computed first.
-    """
-    count = place.shape[0]
-    row = jnp.arange(count, dtype=jnp.int32)
-    height = tile_height(count, groups)
-    group = group_of(place)
-    # First: where each row goes, and where its run and its group end. All count smaller numbers.
-    of_group = (slots + 1) * count
-    run = (group * (slots + 1) + slot_of(place) + 1) * count
-    number = run + row
-    number, *limits = lax.optimization_barrier(
-        (number, number, run + count, group * of_group, group * of_group + of_group)
-    )
-    position, run_end, begin, end = lax.optimization_barrier(
-        [_number(number[None, :] < limit[:, None]) for limit in limits]
-    )
-    # Second: how many tiles begin before each row's own ends. Low tiles need no equal cut.
-    is_first = lax.rem(position - begin, jnp.int32(height)) == 0
-    key = lax.optimization_barrier(jnp.where(is_first, position, count))
-    tile = _number(key[None, :] <= position[:, None])
-    return Listing(position, place, run_end, begin, end, tile, groups, most_tiles(groups, count))
-
-
-def route_of_listing(position, groups: int, token, place, run_end, words, count) -> Route:
-    """The route that `gpu_spread` has laid out."""
+def route_in_order(position, token, place, run_end, words, count) -> Route:
+    """The route of few sorted rows that `gpu_dispatch` has laid out."""
     tables = Tables(place, run_end, _pieces(place), Tiles(count, words), in_order=True)
     return Route(token, position, tables)
 

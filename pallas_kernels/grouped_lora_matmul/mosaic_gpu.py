@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_lora_matmul import gpu_rows, gpu_spread
+from pallas_kernels.grouped_lora_matmul import gpu_dispatch, gpu_rows, gpu_spread
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
@@ -19,6 +19,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     shrink_schedule,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
+from pallas_kernels.routing_plan.api import local_groups
 
 MAX_RANK = 128
 MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
@@ -56,11 +57,12 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     return gpu_rows.tables(group_sizes, row_slots, groups)
 
 
-def dispatch(x, groups: int, slots: int, group, token_slots):
-    """See `differentiable.py` and `gpu_rows.plan`."""
-    plan = gpu_rows.plan(groups, slots, group, token_slots)
-    if isinstance(plan, gpu_rows.Listing):
-        return gpu_spread.spread_listed(x, plan, group.shape[1])
+def dispatch(x, groups: int, slots: int, group, token_slots, valid):
+    """See `differentiable.py`, `gpu_dispatch` and `gpu_rows.plan`."""
+    few = gpu_rows.UNSORTED_ROWS < group.size <= gpu_rows.FEW_ROWS
+    if few and groups <= gpu_dispatch.MAX_GROUPS:
+        return gpu_dispatch.dispatch_few(x, groups, group, token_slots, valid)
+    plan = gpu_rows.plan(groups, slots, local_groups(group, groups, 0, valid), token_slots)
     if plan.tables.tiles is None:
         return plan, jnp.repeat(x, group.shape[1], axis=0)  # in order as they are
     return plan, gpu_spread.spread_rows(x, plan.position)

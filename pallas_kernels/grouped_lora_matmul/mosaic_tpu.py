@@ -17,7 +17,7 @@ from pallas_kernels.grouped_lora_matmul.tpu_product import Term, product_kernel
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import LANES, itemsize
 from pallas_kernels.grouped_lora_matmul.tpu_shrink import shrink_kernel
 from pallas_kernels.grouped_lora_matmul.tpu_tasks import Route, Tables, row_runs, row_tasks
-from pallas_kernels.routing_plan.api import sort_rows
+from pallas_kernels.routing_plan.api import routing_plan
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 
@@ -108,10 +108,10 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     return tpu_tasks.tables(group_sizes, row_slots, groups)
 
 
-def dispatch(x, groups: int, slots: int, group, token_slots):
+def dispatch(x, groups: int, slots: int, group, token_slots, valid):
     """See `differentiable.py`."""
     del slots
-    found = sort_rows(groups, group, token_slots)
+    found = routing_plan(group, token_slots, groups, valid=valid)
     row_tables = tables(found.group_sizes, found.row_slots, groups)
     return Route(found.token, found.position, row_tables), x[found.token]
 

@@ -21,7 +21,7 @@ from pallas_kernels.grouped_lora_matmul.base_product import (
 )
 from pallas_kernels.grouped_lora_matmul.gate import gated_columns
 from pallas_kernels.grouped_lora_matmul.joined_terms import joined_terms
-from pallas_kernels.routing_plan.api import sort_rows
+from pallas_kernels.routing_plan.api import routing_plan
 
 TILE = 32  # rows of one product of the weight gradients
 LANES = 16  # partial sums of one dot product x·A; vectorises, and fixes the order of the sum
@@ -61,10 +61,10 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     )
 
 
-def dispatch(x, groups: int, slots: int, group, token_slots):
+def dispatch(x, groups: int, slots: int, group, token_slots, valid):
     """See `differentiable.py`."""
     del slots
-    found = sort_rows(groups, group, token_slots)
+    found = routing_plan(group, token_slots, groups, valid=valid)
     row_tables = tables(found.group_sizes, found.row_slots, groups)
     return Route(found.token, found.position, row_tables), x[found.token]
 

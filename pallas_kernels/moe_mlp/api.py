@@ -83,12 +83,11 @@ def moe_mlp(
     if len({pair.a.shape[0] for pair in (*into, lora_down) if pair is not None}) > 1:
         raise ValueError("lora_gate, lora_up and lora_down must have the same number of slots")
     backend = _common_backend(implementation, calls)
-    group = local_groups(experts, count, first_group, valid)
     pairs = [pair for pair in (*into, lora_down) if pair is not None]
     slots = pairs[0].a.shape[0] if pairs else 0
     if not pairs:
         token_slots = jnp.full_like(token_slots, -1)
-    route, rows = dispatch(backend, count, slots, x, group, token_slots)
+    route, rows = dispatch(backend, count, slots, x, experts - first_group, token_slots, valid)
     hidden = differentiable.grouped_lora_matmul(
         backend,
         parts,
@@ -100,6 +99,7 @@ def moe_mlp(
         into,
         _shared_u(backend, x, token_slots, into, count, route),
     )
+    group = local_groups(experts, count, first_group, valid)
     slots = jnp.where(jnp.any(group < count, axis=1), token_slots, -1)
     return weighted_down(backend, hidden, down, route, lora_down, weights, slots)
 

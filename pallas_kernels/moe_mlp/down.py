@@ -68,7 +68,7 @@ def _expand(backend, u, b, slots):
     u = jnp.pad(u, ((0, 0), (0, unit - u.shape[1])))
     b = jnp.pad(b, ((0, 0), (0, unit - rank), (0, 0)))
     group = jnp.where(slots >= 0, slots, count)[:, None]
-    route, rows = backend.dispatch(u, count, 1, group, jnp.full_like(slots, -1))
+    route, rows = backend.dispatch(u, count, 1, group, jnp.full_like(slots, -1), None)
     y = backend.product(rows, b, route.tables, (), (), (), contract=1)
     return y[route.position[:, 0]]
 

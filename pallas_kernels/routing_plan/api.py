@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+FEW_ROWS = 2048  # up to here, off the CPU, rows are counted instead of sorted
+
 
 class RoutingPlan(NamedTuple):
     """Where rows go. Shapes depend on the number of tokens and choices only.
@@ -49,7 +51,18 @@ def routing_plan(
       first_group: the first local expert, when experts are split over devices.
       valid: bool [tokens]; False for padding tokens, which go past the last group.
     """
-    return sort_rows(num_groups, local_groups(experts, num_groups, first_group, valid), token_slots)
+    group = local_groups(experts, num_groups, first_group, valid)
+    tokens, choices = group.shape
+    slots = jnp.repeat(token_slots.astype(jnp.int32), choices)
+    few = group.size <= FEW_ROWS and jax.default_backend() != "cpu"
+    order, position = (_order_by_counting if few else _order_by_sorting)(group.reshape(-1), slots)
+    group_sizes = jnp.sum(group.reshape(-1, 1) == jnp.arange(num_groups), axis=0, dtype=jnp.int32)
+    return RoutingPlan(
+        token=lax.div(order, jnp.int32(choices)),
+        position=position.reshape(tokens, choices),
+        row_slots=slots[order],
+        group_sizes=group_sizes,
+    )
 
 
 def local_groups(
@@ -64,26 +77,6 @@ def local_groups(
     if valid is not None:
         inside &= valid[:, None]
     return jnp.where(inside, local, num_groups).astype(jnp.int32)
-
-
-FEW_ROWS = 2048  # up to here, off the CPU, rows are counted instead of sorted
-
-
-def sort_rows(
-    num_groups: int, group: Int[Array, "tokens choices"], token_slots: Int[Array, " tokens"]
-) -> RoutingPlan:
-    """`routing_plan` from the groups of `local_groups`."""
-    tokens, choices = group.shape
-    slots = jnp.repeat(token_slots.astype(jnp.int32), choices)
-    few = group.size <= FEW_ROWS and jax.default_backend() != "cpu"
-    order, position = (_order_by_counting if few else _order_by_sorting)(group.reshape(-1), slots)
-    group_sizes = jnp.sum(group.reshape(-1, 1) == jnp.arange(num_groups), axis=0, dtype=jnp.int32)
-    return RoutingPlan(
-        token=lax.div(order, jnp.int32(choices)),
-        position=position.reshape(tokens, choices),
-        row_slots=slots[order],
-        group_sizes=group_sizes,
-    )
 
 
 def _order_by_sorting(group, slots):

@@ -50,6 +50,24 @@ def rms_norm(
     return differentiable.rms_norm(_backend(implementation), eps, rows, weight).reshape(x.shape)
 
 
+def add_norm(
+    x: Float[Array, "*rows features"],
+    more: Float[Array, "*rows features"],
+    weight: Float[Array, " features"],
+    eps: float,
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows features"], Float[Array, "*rows features"]]:
+    """x + more, and `rms_norm` of it.
+
+    Args and errors: see `row_sum`.
+    """
+    rows = (its.reshape(-1, x.shape[-1]) for its in (x, more))
+    weight = weight.astype(x.dtype)
+    found = differentiable.add_norm(_backend(implementation), eps, *rows, weight)
+    return tuple(its.reshape(x.shape) for its in found)
+
+
 def log_sum_exp(
     x: Float[Array, "rows features"], *, implementation: str | None = None
 ) -> Float[Array, " rows"]:

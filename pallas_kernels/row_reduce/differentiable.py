@@ -38,7 +38,10 @@ def _rms_norm_forward(backend, eps, x, weight):
 
 
 def _rms_norm_backward(backend, eps, saved, dy):
-    x, weight = saved
+    return _norm_gradients(backend, eps, *saved, dy)
+
+
+def _norm_gradients(backend, eps, x, weight, dy):
     wide, features = x.astype(jnp.float32), x.shape[1]
     inverse = lax.rsqrt(backend.row_sum(wide * wide) / features + eps)
     normed = wide * inverse
@@ -49,6 +52,27 @@ def _rms_norm_backward(backend, eps, saved, dy):
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def add_norm(backend: ModuleType, eps: float, x, more, weight):
+    """x + more [rows, features], and it normed; weight in x's dtype."""
+    return backend.add_norm(x, more, weight, eps)
+
+
+def _add_norm_forward(backend, eps, x, more, weight):
+    total, normed = backend.add_norm(x, more, weight, eps)
+    return (total, normed), (total, weight)
+
+
+def _add_norm_backward(backend, eps, saved, gradients):
+    dtotal, dnormed = gradients
+    dx, dweight = _norm_gradients(backend, eps, *saved, dnormed)
+    dx = dtotal + dx
+    return dx, dx, dweight
+
+
+add_norm.defvjp(_add_norm_forward, _add_norm_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

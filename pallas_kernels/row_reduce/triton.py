@@ -20,7 +20,7 @@ BLOCK = 2048  # values of a program, where rows are short: several share it
 
 @jax.custom_vjp
 def row_sum(x):
-    return _call("row_sum", _row_sum_kernel, (x.shape[0], 1), x)
+    return _call("row_sum", _row_sum_kernel, [(x.shape[0], 1)], [x])[0]
 
 
 row_sum.defvjp(lambda x: (row_sum(x), x.shape), lambda shape, dy: (jnp.broadcast_to(dy, shape),))
@@ -29,7 +29,7 @@ row_sum.defvjp(lambda x: (row_sum(x), x.shape), lambda shape, dy: (jnp.broadcast
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x, weight, eps):
     kernel = functools.partial(_rms_norm_kernel, eps)
-    return _call("rms_norm", kernel, x.shape, x, weight)
+    return _call("rms_norm", kernel, [x.shape], [x], weight)[0]
 
 
 def _rms_norm_backward(eps, saved, dy):
@@ -45,9 +45,14 @@ def _rms_norm_backward(eps, saved, dy):
 rms_norm.defvjp(lambda x, weight, eps: (rms_norm(x, weight, eps), (x, weight)), _rms_norm_backward)
 
 
+def add_norm(x, more, weight, eps):
+    kernel = functools.partial(_add_norm_kernel, eps)
+    return tuple(_call("add_norm", kernel, [x.shape, x.shape], [x, more], weight))
+
+
 @jax.custom_vjp
 def log_sum_exp(x):
-    return _call("log_sum_exp", _log_sum_exp_kernel, (x.shape[0], 1), x)[:, 0]
+    return _call("log_sum_exp", _log_sum_exp_kernel, [(x.shape[0], 1)], [x])[0][:, 0]
 
 
 def _log_sum_exp_forward(x):
@@ -68,15 +73,34 @@ def _row_sum_kernel(tile, x, out):
 
 
 def _rms_norm_kernel(eps, tile, x, weight, out):
+    def load(i):
+        return tile.load(x, i, 0)
+
+    _normalise(eps, tile, load, weight, out)
+
+
+def _add_norm_kernel(eps, tile, x, more, weight, total, out):
+    def load(i):
+        parts = (tile.load(its, i, 0).astype(jnp.float32) for its in (x, more))
+        return sum(parts).astype(x.dtype)
+
+    def store(i, _):
+        tile.store(total, i, load(i))
+
+    _normalise(eps, tile, load, weight, out)
+    tile.loop(store, None)
+
+
+def _normalise(eps, tile, load, weight, out):
     def add_square(i, total):
-        part = tile.load(x, i, 0).astype(jnp.float32)
+        part = load(i).astype(jnp.float32)
         return total + part * part
 
     total = tile.loop(add_square, tile.full(0)).sum(axis=1, keepdims=True)
     scale = lax.rsqrt(total / tile.features + eps)
 
     def normalise(i, _):
-        part = (tile.load(x, i, 0).astype(jnp.float32) * scale).astype(out.dtype)
+        part = (load(i).astype(jnp.float32) * scale).astype(out.dtype)
         tile.store(out, i, part * tile.load_features(weight, i))
 
     tile.loop(normalise, None)
@@ -148,11 +172,13 @@ class _Tile:
         return self._inside(chunk) & self._real_rows()
 
 
-def _call(name: str, kernel, out_shape, x, *weights):
-    tile = _Tile(*x.shape)
+def _call(name: str, kernel, out_shapes, rows, *weights):
+    """Runs a kernel on arrays [rows, features] of one shape and dtype, which the results have."""
+    shape, dtype = rows[0].shape, rows[0].dtype
+    tile = _Tile(*shape)
 
     def body(*refs):
-        kernel(_Tile(*x.shape, pl.program_id(0)), *refs)
+        kernel(_Tile(*shape, pl.program_id(0)), *refs)
 
     wide = tile.chunks * tile.width
 
@@ -161,12 +187,15 @@ def _call(name: str, kernel, out_shape, x, *weights):
 
     call = pl.pallas_call(
         body,
-        out_shape=jax.ShapeDtypeStruct(out_shape, x.dtype),
+        out_shape=[jax.ShapeDtypeStruct(its, dtype) for its in out_shapes],
         grid=(pl.cdiv(tile.rows, tile.height),),
-        in_specs=[blocks(wide), *[pl.BlockSpec((wide,), lambda i: (0,)) for _ in weights]],
-        out_specs=blocks(1 if out_shape[1] == 1 else wide),
+        in_specs=[
+            *[blocks(wide) for _ in rows],
+            *[pl.BlockSpec((wide,), lambda i: (0,)) for _ in weights],
+        ],
+        out_specs=[blocks(1 if its[1] == 1 else wide) for its in out_shapes],
         compiler_params=plgpu.CompilerParams(num_warps=4 if tile.width <= BLOCK else 8),
         interpret=jax.default_backend() == "cpu",
         name=name,
     )
-    return call(x, *weights)
+    return call(*rows, *weights)

@@ -20,6 +20,11 @@ def rms_norm(x, weight, eps):
     return (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype) * weight
 
 
+def add_norm(x, more, weight, eps):
+    total = x + more
+    return total, rms_norm(total, weight, eps)
+
+
 def log_sum_exp(x):
     """A running maximum and sum over chunks in a fixed order."""
     rows, features = x.shape

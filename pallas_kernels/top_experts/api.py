@@ -31,7 +31,7 @@ def top_experts(
     the weights. A token's bits depend on that token alone.
 
     Args:
-      logits: float32.
+      logits: of any floating type; what is made of them is float32.
       bias: float32, added to the scores that are compared, not to those that count.
       implementation: "xla" or "triton" (GPUs); None takes what serves the platform best. Their bits
         differ.

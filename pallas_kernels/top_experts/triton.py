@@ -41,7 +41,8 @@ def _kernel(count: int, top_k: int, scoring: Scoring, logits, *refs):
     expert = lax.broadcasted_iota(jnp.int32, (1, width), 1)
     choice = lax.broadcasted_iota(jnp.int32, (1, choices), 1)
     real = expert < count
-    scores = _score(plgpu.load(logits, mask=real, other=-jnp.inf), scoring)
+    loaded = plgpu.load(logits, mask=real, other=-jnp.inf).astype(jnp.float32)
+    scores = _score(loaded, scoring)
     compared = scores
     for bias in biases:
         compared = compared + plgpu.load(bias, mask=real[0], other=0)[None]

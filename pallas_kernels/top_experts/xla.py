@@ -35,7 +35,8 @@ def top_experts(logits, bias, top_k: int, scoring: Scoring):
 
 
 def score(logits, scoring: Scoring):
-    """Each expert's score."""
+    """Each expert's score, float32."""
+    logits = logits.astype(jnp.float32)
     if scoring.sigmoid:
         return jax.nn.sigmoid(logits)
     # The maximum cancels out, in the gradient too.

@@ -39,6 +39,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
     from pallas_kernels.grouped_lora_matmul.gpu_schedule import packed_columns, rank_tile
     from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
+    from pallas_kernels.grouped_lora_matmul.gpu_spread import spread_rows
     from pallas_kernels.paged_attention.gpu_gradient_units import (
         TILE,
         WORDS,
@@ -76,11 +77,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     sizes = hidden, 2 * wide, (0, wide), (wide, wide), 2, None
     yield "gate_up float32", *product(*sizes, jnp.dtype(jnp.float32))
 
-    def dispatch(x, group, token_slots):
-        return mosaic_gpu.dispatch(x, groups, slots, group, token_slots)
-
-    tokens_of = array(tokens, hidden), number(tokens, shape.top_k), number(tokens)
-    yield "dispatch", dispatch, tokens_of
+    yield "spread", spread_rows, (array(tokens, hidden), number(tokens, shape.top_k))
 
     def shrink(x, tables, factors, scalings):
         return mosaic_gpu.shrink(x, tables, factors, (0,) * len(factors), scalings)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels.grouped_lora_matmul import gpu_outer, gpu_rows, gpu_spread, mosaic_gpu
+from pallas_kernels.grouped_lora_matmul import gpu_outer, gpu_rows, gpu_spread
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
@@ -251,14 +251,3 @@ def spread_rows(x, position):
     """`spread_rows` in few programs."""
     with mock.patch.object(gpu_spread, "PROGRAMS", PROGRAMS):
         return interpret(jax.jit(gpu_spread.spread_rows), x, position)
-
-
-def dispatch(x, groups: int, slots: int, group, token_slots):
-    """`mosaic_gpu.dispatch` in few programs."""
-
-    @jax.jit
-    def run(x, group, token_slots):
-        return mosaic_gpu.dispatch(x, groups, slots, group, token_slots)
-
-    with mock.patch.object(gpu_spread, "PROGRAMS", PROGRAMS):
-        return interpret(run, x, group, token_slots)

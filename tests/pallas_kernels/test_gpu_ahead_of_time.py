@@ -72,7 +72,7 @@ def test_decode():
             "qwen3-30b-a3b",
             DECODE_TOKENS,
             16,
-            "gate_up gated,gate_up float32,shrink,dispatch,"
+            "gate_up gated,gate_up float32,shrink,spread,"
             "attention of groups of three,attention of few,"
             "attention gradients of queries,attention gradients of keys",
         )

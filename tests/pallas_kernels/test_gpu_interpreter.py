@@ -26,7 +26,6 @@ if not hasattr(plgpu, "force_gpu_interpret_mode"):
 from tests.pallas_kernels import gpu_interpreter
 from tests.pallas_kernels.gpu_interpreter import ProductCase, ShrinkCase, normal
 from tests.pallas_kernels.product_cases import Term
-from tests.pallas_kernels.test_gpu_rows import check_route, routing
 from tests.pallas_kernels.tpu_cases import batches
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
 
@@ -227,27 +226,6 @@ def test_spread(tokens, choices, width):
     expected[position] = np.repeat(x, choices, axis=0)
     found = gpu_interpreter.spread_rows(x, position.reshape(tokens, choices))
     assert found.tobytes() == expected.tobytes()
-
-
-# The last has groups of several tiles, which are worked on together.
-@pytest.mark.parametrize(
-    "tokens, choices, groups, slots, crowded",
-    [
-        (9, 8, 16, 3, False),
-        pytest.param(9, 8, 16, 3, True, marks=pytest.mark.slow),
-        pytest.param(20, 1, 5, 2, False, marks=pytest.mark.slow),
-        (20, 1, 5, 2, True),
-        (50, 3, 1, 3, False),
-        pytest.param(50, 3, 1, 3, True, marks=pytest.mark.slow),
-    ],
-)
-def test_dispatch(tokens, choices, groups, slots, crowded):
-    rng = np.random.default_rng(tokens)
-    group, slot = routing(rng, tokens, choices, groups, slots, crowded)
-    x = normal(rng, tokens, 64)
-    route, rows = gpu_interpreter.dispatch(x, groups, slots, group, slot)
-    check_route(route, group, slot, groups)
-    assert rows.tobytes() == x[route.token].tobytes()
 
 
 def test_a_slot_of_nan_stays_apart():

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_lora_matmul import gpu_rows
+from pallas_kernels.grouped_lora_matmul.gpu_dispatch import MAX_GROUPS, dispatch_few
 from pallas_kernels.grouped_lora_matmul.gpu_rows import (
     FEW_ROWS,
     MOST_COUNTED_ROWS,
@@ -41,6 +42,8 @@ ROUTES = [
     (FEW_ROWS // 8, 8, 64, 16),
     (FEW_ROWS, 1, 1, 4),
     (FEW_ROWS // 2, 2, 512, 65535),
+    (FEW_ROWS // 64, 8, MAX_GROUPS, 1),
+    (FEW_ROWS // 64, 8, MAX_GROUPS + 1, 1),
     ((FEW_ROWS + 1) // 3, 3, 7, 5),
     (FEW_ROWS // 8 + 1, 8, 128, 8),
     (FEW_ROWS + 1, 1, MOST_KEYS // 4 - 1, 3),
@@ -65,33 +68,21 @@ TABLES = [
 
 
 @functools.cache
-def compiled_plan(groups, slots):
-    def plan(group, slot):
-        found = gpu_rows.plan(groups, slots, group, slot)
-        return found if isinstance(found, gpu_rows.Route) else found[:6]
+def compiled_route(groups, slots):
+    """The route, and of few rows, which the kernel lays out, x; in Pallas's interpreter."""
 
-    return jax.jit(plan)
+    @jax.jit
+    def route(group, slot):
+        if UNSORTED_ROWS < group.size <= FEW_ROWS and groups <= MAX_GROUPS:
+            return dispatch_few(numbered(len(slot)), groups, group, slot, None)
+        return gpu_rows.plan(groups, slots, group, slot), None
+
+    return route
 
 
-def route_of(groups, slots, group, slot) -> gpu_rows.Route:
-    """The route; of few rows laid out here instead of by the kernel."""
-    found = jax.tree.map(np.asarray, compiled_plan(groups, slots)(group, slot))
-    if isinstance(found, gpu_rows.Route):
-        return found
-    rows, choices = group.size, group.shape[1]
-    height, together = tile_height(rows, groups), tiles_together(rows, groups)
-    position, place, run_end, begin, end, tile = found
-    order = np.argsort(position)
-    used = tile.max()
-    count = -(-used // together) * together
-    words = np.zeros((most_tiles(groups, rows), TILE_WORDS), np.int32)
-    words[used:count, 2] = groups
-    first = (position - begin) % height == 0
-    of_tile = position, np.minimum(end - position, height), place >> 16
-    words[tile[first] - 1, :3] = np.stack(of_tile, axis=1)[first]
-    laid_out = order // choices, place[order], run_end[order], words.reshape(-1), np.array([count])
-    route = gpu_rows.route_of_listing(position.reshape(group.shape), groups, *laid_out)
-    return jax.tree.map(np.asarray, route)
+def numbered(tokens):
+    """An x that tells of which token it is, wider than it is high."""
+    return np.arange(tokens, dtype=np.float32)[:, None] + np.zeros((1, 24), np.float32)
 
 
 @functools.cache
@@ -168,7 +159,24 @@ def routing(rng, tokens, choices, groups, slots, crowded):
 @given(seed=st.integers(0, 2**32 - 1), crowded=st.booleans())
 def test_route(tokens, choices, groups, slots, seed, crowded):
     group, slot = routing(np.random.default_rng(seed), tokens, choices, groups, slots, crowded)
-    check_route(route_of(groups, slots, group, slot), group, slot, groups)
+    found, rows = jax.tree.map(np.asarray, compiled_route(groups, slots)(group, slot))
+    check_route(found, group, slot, groups)
+    if rows is not None:
+        assert rows.tolist() == numbered(tokens)[found.token].tolist()
+
+
+def test_rows_that_no_group_works_on():
+    """Tokens that are not valid, and numbers that are not of a group; and the x of all rows."""
+    tokens, groups = 40, 6
+    rng = np.random.default_rng(0)
+    slot = rng.integers(-1, 3, tokens).astype(np.int32)
+    group = rng.integers(-2, groups + 3, (tokens, 2)).astype(np.int32)
+    valid = rng.random(tokens) < 0.7
+    x = numbered(tokens)
+    found, rows = jax.tree.map(np.asarray, dispatch_few(x, groups, group, slot, valid))
+    assert rows.tolist() == x[found.token].tolist()
+    works = (group >= 0) & (group < groups) & valid[:, None]
+    check_route(found, np.where(works, group, groups), slot, groups)
 
 
 def check_route(found: gpu_rows.Route, group, slot, groups):

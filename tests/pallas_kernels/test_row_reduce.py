@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import log_sum_exp, rms_norm, row_sum
+from pallas_kernels import add_norm, log_sum_exp, rms_norm, row_sum
 
 SHAPES = [(1, 8), (33, 128), (5, 100), (7, 2048), (3, 2560), (2, 20000)]
 IMPLEMENTATIONS = ["xla", "triton"]
@@ -56,6 +56,29 @@ def test_bits_of_a_row_are_its_own(implementation, features):
         alone = reduced(implementation, x[rows], weight, wide[rows])
         for part, whole in zip(alone, together, strict=True):
             np.testing.assert_array_equal(part, np.asarray(whole)[rows])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", [(3, 4, 96), (2, 20000)])
+def test_add_norm_is_both_after_each_other(implementation, shape):
+    """With the same bits; so are the gradients."""
+    x, more = (normal(*shape, seed=seed, dtype="bfloat16") for seed in (0, 1))
+    weight, *weights = (normal(*its, dtype="bfloat16") for its in (shape[-1:], shape, shape))
+    named = dict(implementation=implementation)
+
+    def apart(x, more, weight):
+        total = x + more
+        return total, rms_norm(total, weight, 1e-6, **named)
+
+    def together(x, more, weight):
+        return add_norm(x, more, weight, 1e-6, **named)
+
+    def with_gradients(function):
+        y, pullback = jax.vjp(function, x, more, weight)
+        return jax.tree.leaves((y, pullback(tuple(weights))))
+
+    for its, expected in zip(with_gradients(together), with_gradients(apart), strict=True):
+        np.testing.assert_array_equal(its, expected)
 
 
 @pytest.mark.parametrize("heads", [3, 5])

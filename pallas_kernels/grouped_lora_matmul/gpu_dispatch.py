@@ -1,0 +1,219 @@
+"""Few rows laid out by one kernel: their order, what is to be known of them, and their x.
+
+At decode sizes launches cost most. So nothing is handed from one kernel to the next: each program
+has some of the (token, choice) rows, and counts for itself where they go, by comparing them with
+all rows, and how many tiles lie before theirs, from the sizes of all groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gpu_rows import (
+    Route,
+    group_of,
+    most_tiles,
+    place_of,
+    route_in_order,
+)
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    TILE_WORDS,
+    tile_height,
+    tiles_together,
+)
+from pallas_kernels.hopper.machine import PROGRAMS
+
+MAX_GROUPS = 1024  # a program counts the rows of all of them at once
+FEWEST = 4  # rows of a program
+BLOCK = 16384  # numbers that a program has at once: of counters, and of x
+
+
+def dispatch_few(x, groups: int, group, token_slots, valid) -> tuple[Route, jax.Array]:
+    """The route of rows sorted by (group, slot), stably, and the x of each in its order.
+
+    Args:
+      x: [T, K]. groups: at most MAX_GROUPS.
+      group: int32 [T, choices]; rows of any number that is not one of a group have none.
+      token_slots: int32 [T], -1 for none.
+      valid: bool [T], False: the token's rows have no group; None: all have.
+    """
+    valid = np.ones(group.shape[0], bool) if valid is None else valid
+    tokens, choices = group.shape
+    rows, width = tokens * choices, x.shape[1]
+    sizes = _Sizes(rows, choices, groups)
+    numbers = (rows, rows, rows, rows, most_tiles(groups, rows) * TILE_WORDS, 1)
+    call = pl.pallas_call(
+        functools.partial(_kernel, sizes),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, width), x.dtype),
+            *(jax.ShapeDtypeStruct((number,), jnp.int32) for number in numbers),
+        ],
+        grid=(pl.cdiv(rows, sizes.height),),
+        compiler_params=plgpu.CompilerParams(num_warps=8),
+        interpret=jax.default_backend() == "cpu",
+        name=f"lora_dispatch_k{width}",
+    )
+    inputs = group.reshape(-1), token_slots, valid, x
+    found, position, *laid_out = call(*(its.astype(jnp.int32) for its in inputs[:3]), x)
+    return route_in_order(position.reshape(group.shape), *laid_out), found
+
+
+class _Sizes(NamedTuple):
+    rows: int
+    choices: int
+    groups: int
+
+    @property
+    def height(self) -> int:
+        """Rows of a program."""
+        return max(FEWEST, pl.next_power_of_2(pl.cdiv(self.rows, PROGRAMS)))
+
+    @property
+    def groups_block(self) -> int:
+        return pl.next_power_of_2(self.groups)
+
+    @property
+    def others(self) -> int:
+        """How many rows a program compares its own with at once."""
+        return min(pl.next_power_of_2(self.rows), 64, BLOCK // self.groups_block)
+
+
+class _Rows(NamedTuple):
+    """Some rows, as arrays. Those past the last have a place after all others."""
+
+    row: jax.Array
+    token: jax.Array
+    place: jax.Array
+    exist: jax.Array
+
+
+def _rows(sizes: _Sizes, first, count: int, group, token_slots, valid) -> _Rows:
+    row = first + lax.iota(jnp.int32, count)
+    exist, token = row < sizes.rows, lax.div(row, jnp.int32(sizes.choices))
+    number = plgpu.load(group.at[row], mask=exist, other=-1)
+    works = plgpu.load(valid.at[token], mask=exist, other=0) != 0
+    number = jnp.where((number >= 0) & works, jnp.minimum(number, sizes.groups), sizes.groups)
+    slot = plgpu.load(token_slots.at[token], mask=exist, other=-1)
+    place = jnp.where(exist, place_of(number, slot, sizes.groups), jnp.iinfo(jnp.int32).max)
+    return _Rows(row, token, place, exist)
+
+
+def _kernel(
+    sizes: _Sizes,
+    group,
+    token_slots,
+    valid,
+    x,
+    y,
+    position_out,
+    token_out,
+    place_out,
+    run_end_out,
+    words,
+    count,
+):
+    rows_at = functools.partial(_rows, sizes, group=group, token_slots=token_slots, valid=valid)
+    own = rows_at(pl.program_id(0) * sizes.height, sizes.height)
+    begun = _load_rows(own, x, 0)  # on its way while rows are counted
+    position, run_end, rows_of_group = _compare(sizes, own, rows_at)
+    for out, row, value in (
+        (position_out, own.row, position),
+        (token_out, position, own.token),
+        (place_out, position, own.place),
+        (run_end_out, position, run_end),
+    ):
+        plgpu.store(out.at[row], value, mask=own.exist)
+    _lay_out_tiles(sizes, own, position, rows_of_group, words, count)
+    _store_rows(own, position, y, 0, begun)
+
+    def copy(i, _):
+        _store_rows(own, position, y, i, _load_rows(own, x, i))
+
+    lax.fori_loop(1, pl.cdiv(x.shape[1], begun.shape[1]), copy, None)
+
+
+def _compare(sizes: _Sizes, own: _Rows, rows_at):
+    """Where the program's rows go, where their runs end, and the rows of every group."""
+    groups = lax.iota(jnp.int32, sizes.groups_block)
+
+    def compare(i, counts):
+        other = rows_at(i * sizes.others, sizes.others)
+        place, mine = other.place[None], own.place[:, None]
+        earlier = (place == mine) & (other.row[None] < own.row[:, None])
+        found = (place < mine) | earlier, place <= mine, group_of(place) == groups[:, None]
+        return tuple(
+            count + its.astype(jnp.int32) for count, its in zip(counts, found, strict=True)
+        )
+
+    heights = sizes.height, sizes.height, sizes.groups_block
+    start = tuple(jnp.zeros((height, sizes.others), jnp.int32) for height in heights)
+    counts = lax.fori_loop(0, pl.cdiv(sizes.rows, sizes.others), compare, start)
+    return [jnp.sum(count, axis=1, dtype=jnp.int32) for count in counts]
+
+
+def _lay_out_tiles(sizes: _Sizes, own: _Rows, position, rows_of_group, words, count):
+    """Writes the words of the tiles that begin with the program's rows; the first, how many."""
+    rows, _, groups = sizes
+    height, together = tile_height(rows, groups), tiles_together(rows, groups)
+    number = lax.iota(jnp.int32, sizes.groups_block)
+    rows_of_group = jnp.where(number < groups, rows_of_group, 0)
+    tiles_of_group = _tiles(rows_of_group, height)
+    group = group_of(own.place)
+
+    def add_up(which, values):
+        return jnp.sum(jnp.where(which, values[None], 0), axis=1, dtype=jnp.int32)
+
+    before, here = number[None] < group[:, None], number[None] == group[:, None]
+    begin, tile = add_up(before, rows_of_group), add_up(before, tiles_of_group)
+    end = jnp.where(group < groups, begin + add_up(here, rows_of_group), rows)
+    tile += lax.div(position - begin, jnp.int32(height))
+    first = (lax.rem(position - begin, jnp.int32(height)) == 0) & own.exist
+    _write(words, tile, (position, jnp.minimum(end - position, height), group), first)
+
+    @pl.when(pl.program_id(0) == 0)
+    def _count():
+        adrift = rows - jnp.sum(rows_of_group, dtype=jnp.int32)
+        used = jnp.sum(tiles_of_group, dtype=jnp.int32) + _tiles(adrift, height)
+        whole = _tiles(used, together) * together
+        count[0] = whole
+        if together > 1:
+            unused = used + lax.iota(jnp.int32, pl.next_power_of_2(together))
+            nothing = jnp.zeros_like(unused)
+            _write(words, unused, (nothing, nothing, nothing + groups), unused < whole)
+
+
+def _tiles(rows, height: int):
+    return lax.div(rows + (height - 1), jnp.int32(height))
+
+
+def _write(words, tile, values, mask):
+    # The interpreter writes what is masked too, as it was: it must not be some other tile's.
+    tile = jnp.where(mask, tile, words.shape[0])
+    for word, value in enumerate(values):
+        plgpu.store(words.at[tile * TILE_WORDS + word], value, mask=mask)
+
+
+def _load_rows(own: _Rows, x, i):
+    """Some columns of the x of the program's rows."""
+    columns, mask = _columns(own, x, i)
+    return plgpu.load(x.at[own.token[:, None], columns], mask=mask, other=0)
+
+
+def _store_rows(own: _Rows, position, y, i, values):
+    columns, mask = _columns(own, y, i)
+    plgpu.store(y.at[position[:, None], columns], values, mask=mask)
+
+
+def _columns(own: _Rows, array, i):
+    width = array.shape[1]
+    block = min(pl.next_power_of_2(width), BLOCK // own.row.shape[0])
+    columns = i * block + lax.iota(jnp.int32, block)[None]
+    return columns, own.exist[:, None] & (columns < width)
