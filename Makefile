@@ -12,7 +12,9 @@
 VENV ?= .venv
 PYTHON ?=
 QUICK = not slow and not parity and not gpu
-PARALLEL = -n auto --maxprocesses=4 --dist worksteal
+PARALLEL = -n auto --maxprocesses=4
+# Which tests stay together tests/conftest.py says.
+GROUPED = --dist loadscope --no-loadscope-reorder
 export PYTHON
 
 TESTS = tests
@@ -27,7 +29,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/lora-moe-jax demo
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "$(QUICK)" $(TESTS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(GROUPED) -m "$(QUICK)" $(TESTS)
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -35,7 +37,7 @@ lint: $(VENV)/installed
 
 aot: $(VENV)/compilers/installed
 	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/compilers \
-	    $(VENV)/bin/python -m pytest $(PARALLEL) -m "$(QUICK)" $(AOT)
+	    $(VENV)/bin/python -m pytest $(PARALLEL) --dist worksteal -m "$(QUICK)" $(AOT)
 
 clean:
 	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .jax_cache

@@ -1,4 +1,5 @@
-"""Four CPU devices for the mesh tests, all else runs on the first; and which kernels to test."""
+"""Four CPU devices for the mesh tests, all else runs on the first; which kernels to test; and
+which tests one worker runs."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_num_cpu_devices", 4)
 
@@ -18,6 +20,31 @@ COMPILED = {
 for option, value in COMPILED.items():
     jax.config.update(option, value)
     os.environ[option.upper()] = str(value)
+
+
+# These share engines and trainers, or take minutes: each runs on one worker, the longest first.
+FIRST = ("training", "serving", "parallel", "server", "test_notebook.py")
+
+
+def group(nodeid: str) -> str:
+    """What runs on one worker of `--dist loadscope`: all of an entry of FIRST, else a file."""
+    path = nodeid.partition("::")[0]
+    return next((name for name in FIRST if path.startswith(f"tests/{name}")), path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(group(item.nodeid), len(FIRST)))
+
+
+class Groups(LoadScopeScheduling):
+    # xdist's own groups, which are marks, get lost with pytest 9.2.
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Groups | None:
+    return Groups(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 @pytest.fixture(scope="session")

@@ -38,9 +38,9 @@ PRODUCTS = {
     "two parts": ProductCase(20, 128, 192, (Term(0, 128, 24), Term(128, 64, 8, shared=True))),
     "gated": ProductCase(20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8)), gate=Gate()),
     "backward": ProductCase(20, 128, 128, (Term(0, 128, 40), Term(0, 128, 8)), contract=1),
-    "float32": ProductCase(20, 128, 192, (Term(0, 192, 24),), out_dtype="float32"),
 }
 SLOW_PRODUCTS = {
+    "float32": ProductCase(20, 128, 192, (Term(0, 192, 24),), out_dtype="float32"),
     "no adapters": ProductCase(20, 136, 72),
     "float32 without adapters": ProductCase(40, 136, 72, groups=1, out_dtype="float32"),
     "float32 of two parts": ProductCase(
@@ -230,13 +230,14 @@ def test_spread(tokens, choices, width):
 
 def test_a_slot_of_nan_stays_apart():
     """NaN in one slot's factors and u reaches its own rows alone; all others keep their bits."""
-    case = ProductCase(20, 64, 128, (Term(0, 128, 16),))
+    case = PRODUCTS["two parts"]
     slots = np.resize(np.array([0, 1, -1, 1, 2], np.int32), 20)
     x, w, *batch, u, factors = case.arguments(np.array([9, 0, 3, 6], np.int32), slots)
     clean = case.run(x, w, *batch, u, factors)
-    for poisoned in (*u, *factors):
-        where = slots == 1 if poisoned is u[0] else 1
-        poisoned[where] = np.nan
+    for low in u:
+        low[slots == 1] = np.nan
+    for factor in factors:
+        factor[1] = np.nan
     found = case.run(x, w, *batch, u, factors)
     hit = (slots == 1) & (np.arange(20) < 18)
     assert np.isnan(found[hit].astype(np.float32)).all()
@@ -290,7 +291,13 @@ def test_races_are_detected(waits):
             gpu_interpreter.interpret(jax.jit(kernel))
 
 
-@pytest.mark.parametrize("terms", [(), (Term(0, 128, 16), Term(128, 128, 8))])
+@pytest.mark.parametrize(
+    "terms",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        (Term(0, 128, 16), Term(128, 128, 8)),
+    ],
+)
 def test_rows_that_are_tiles(terms):
     """So few rows that they stay in any order."""
     case = ProductCase(7, 64, 256, terms, gate=Gate(), cut=(("heights", (8,)),))

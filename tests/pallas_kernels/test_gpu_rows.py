@@ -39,20 +39,22 @@ ROUTES = [
     (64, 1, 32, 8),
     (UNREAD_PIECES // 8, 8, 512, 8),
     (UNREAD_PIECES + 1, 1, 3, 2),
-    (FEW_ROWS // 8, 8, 64, 16),
     (FEW_ROWS, 1, 1, 4),
-    (FEW_ROWS // 2, 2, 512, 65535),
     (FEW_ROWS // 64, 8, MAX_GROUPS, 1),
     (FEW_ROWS // 64, 8, MAX_GROUPS + 1, 1),
     ((FEW_ROWS + 1) // 3, 3, 7, 5),
-    (FEW_ROWS // 8 + 1, 8, 128, 8),
     (FEW_ROWS + 1, 1, MOST_KEYS // 4 - 1, 3),
     (FEW_ROWS + 1, 1, MOST_KEYS // 4, 3),
-    (FEW_ROWS, 2, 512, 65535),
-    (MOST_COUNTED_ROWS // 8, 8, 7, 2),
     (MOST_COUNTED_ROWS + 1, 1, 5, 1),
     ((RADIX_ROWS - 1) // 8, 8, 128, 64),
     (RADIX_ROWS, 1, 512, 127),
+]
+SLOW_ROUTES = [
+    (FEW_ROWS // 8, 8, 64, 16),
+    (FEW_ROWS // 2, 2, 512, 65535),
+    (FEW_ROWS // 8 + 1, 8, 128, 8),
+    (FEW_ROWS, 2, 512, 65535),
+    (MOST_COUNTED_ROWS // 8, 8, 7, 2),
     (RADIX_ROWS, 1, 511, 127),
 ]
 # Rows, groups.
@@ -154,7 +156,10 @@ def routing(rng, tokens, choices, groups, slots, crowded):
     return group.astype(np.int32), slot.astype(np.int32)
 
 
-@pytest.mark.parametrize("tokens, choices, groups, slots", ROUTES)
+@pytest.mark.parametrize(
+    "tokens, choices, groups, slots",
+    [*ROUTES, *(pytest.param(*route, marks=pytest.mark.slow) for route in SLOW_ROUTES)],
+)
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), crowded=st.booleans())
 def test_route(tokens, choices, groups, slots, seed, crowded):

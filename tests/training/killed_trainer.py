@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
+import jax
 import numpy as np
 import orbax.checkpoint  # noqa: F401 - before the forks, as it takes a second
 
@@ -95,6 +96,8 @@ def _go_on_and_end(folder: Path, write: int, steps: Iterable[int]) -> None:
     """Never returns."""
     try:
         warnings.simplefilter("error")  # that a state is damaged, too
+        # Reads what others have compiled, and writes nothing that a kill would leave torn.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
         with open(write, "w") as pipe:
             _go_on(folder, steps, pipe)
         os._exit(0)
