@@ -28,6 +28,9 @@ COMPILERS = jax-cuda13-plugin jax-cuda13-pjrt libtpu
 demo: $(VENV)/installed
 	$(VENV)/bin/lora-moe-jax demo
 
+# Most of the tests' time is XLA's compiling, a third of which is optimizing.
+XLA_FLAGS ?= --xla_backend_optimization_level=0
+test: export XLA_FLAGS := $(XLA_FLAGS)
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(GROUPED) -m "$(QUICK)" $(TESTS)
 

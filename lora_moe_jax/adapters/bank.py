@@ -58,7 +58,8 @@ class Bank:
     Args:
       entries: for each projection name, its projection and arrays
         a `[slots, groups|1, rank, in]`, b `[slots, groups|1, rank, out]`, scaling
-        `[slots, groups]`; or a `KvBLora`. The arrays are the bank's from now on.
+        `[slots, groups]`; or a `KvBLora`. All slots are empty: the arrays give their memory to
+        the bank's.
       joined: whether projections that differ in their layer alone lie in one array.
 
     Attributes:
@@ -80,9 +81,12 @@ class Bank:
         for first, *others in alike.values():
             names = [first, *others]
             self.places |= {name: Place(first, index) for index, name in enumerate(names)}
-            *factors, scaling = zip(*(entries[name].arrays for name in names), strict=True)
-            aligned = _join(scaling, len(scaling) > 1)
-            self.stacks[first] = type(entries[first].arrays)(*map(_join, factors), aligned)
+            lora = entries[first].arrays
+            slots = [array.shape[0] for array in lora]
+            if others:
+                slots[-1] = _aligned_slots(lora.scaling)
+            parts = zip(*(entries[name].arrays for name in names), strict=True)
+            self.stacks[first] = type(lora)(*map(_room, parts, slots))
 
     @property
     def arrays(self) -> dict[str, Lora | KvBLora]:
@@ -158,21 +162,18 @@ def _kind(name: str, lora: Lora | KvBLora) -> Hashable:
     return re.sub(r"\.layers\.\d+\.", ".layers.*.", name), arrays
 
 
-def _join(parts: Sequence[jax.Array], aligned: bool = False) -> jax.Array:
-    """The arrays in one, with an axis for them in front; their own memory is given back."""
-    sharding = parts[0].sharding
+def _room(parts: Sequence[jax.Array], slots: int) -> jax.Array:
+    """Zeros with an axis for the parts in front, each with so many slots; theirs are given back."""
+    (_, *shape), dtype, sharding = parts[0].shape, parts[0].dtype, parts[0].sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    joined = jax.jit(_stack, static_argnums=1, out_shardings=sharding)(parts, aligned)
     for part in parts:
         part.delete()
-    return joined
+    return jnp.zeros((len(parts), slots, *shape), dtype, device=sharding)
 
 
-def _stack(parts: Sequence[jax.Array], aligned: bool) -> jax.Array:
-    joined = jnp.stack(parts)
-    if not aligned:
-        return joined
-    _, slots, groups = joined.shape
-    unit = ALIGNMENT // math.gcd(ALIGNMENT, groups * joined.dtype.itemsize)
-    return jnp.pad(joined, ((0, 0), (0, -slots % unit), (0, 0)))
+def _aligned_slots(scaling: jax.Array) -> int:
+    """As many as scaling `[slots, groups]` has, or more: so that they fill whole units."""
+    slots, groups = scaling.shape
+    unit = ALIGNMENT // math.gcd(ALIGNMENT, groups * scaling.dtype.itemsize)
+    return slots + -slots % unit
