@@ -84,7 +84,7 @@ BANKS = {dtype: (bank(dtype, False), bank(dtype, True)) for dtype in ("float32",
 WRITERS = {dtype: tuple(map(SlotWriter, both)) for dtype, both in BANKS.items()}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from(sorted(BANKS)),
     st.dictionaries(st.sampled_from(ALL), st.sampled_from([1, 3, RANK]), min_size=1),
