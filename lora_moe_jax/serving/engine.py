@@ -204,7 +204,10 @@ class Engine:
         mesh: Mesh | None = None,
         progress: bool = False,
     ) -> Engine:
-        """The same for a model on the device whose slots are those of the options."""
+        """The same for a model on the device whose slots are those of the options, and empty.
+
+        The engine makes its own slots in their memory: the model's are gone then.
+        """
         MemorySizes.of(model, options, mesh).check(free_bytes(mesh), ["cache"])
         arrays = ModelArrays(model, model.config, mesh)
         pages = allocate_pages(
