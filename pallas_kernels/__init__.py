@@ -5,8 +5,9 @@ obviously correct definition that tests compare against), `xla.py` (plain JAX, r
 This package depends on JAX alone.
 """
 
-from pallas_kernels.grouped_lora_matmul.api import Lora, grouped_lora_matmul, lora_matmul
+from pallas_kernels.grouped_lora_matmul.api import grouped_lora_matmul, lora_matmul
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots
 from pallas_kernels.head_rotation.api import rotate, rotate_and_cache
 from pallas_kernels.moe_mlp.api import moe_mlp
 from pallas_kernels.paged_attention.api import (
@@ -26,6 +27,7 @@ __all__ = [
     "PageView",
     "RoutingPlan",
     "Scoring",
+    "Slots",
     "add_norm",
     "combine",
     "grouped_lora_matmul",

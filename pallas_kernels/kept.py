@@ -15,4 +15,16 @@ KEPT = jax.checkpoint_policies.save_only_these_names(_NAME)
 
 def kept(values):
     """The same values, under the name that `KEPT` knows."""
-    return jax.tree.map(lambda x: checkpoint_name(x, _NAME), values)
+    return map_once(lambda x: checkpoint_name(x, _NAME), values)
+
+
+def map_once(function, values):
+    """`jax.tree.map` that calls the function once for an array that is there several times."""
+    found = {}
+
+    def of(x):
+        if id(x) not in found:
+            found[id(x)] = function(x)
+        return found[id(x)]
+
+    return jax.tree.map(of, values)

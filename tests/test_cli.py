@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_moe_jax.cli import main
+from lora_moe_jax.commands.options import ranks
 from lora_moe_jax.pocket import ADAPTERS, BASE
 
 
@@ -32,6 +33,14 @@ def test_help(command, capsys):
         main([*command, "--help"])
     assert end.value.code == 0
     assert " ".join(["usage: lora-moe-jax", *command]) in capsys.readouterr().out
+
+
+def test_ranks_of_slots(capsys):
+    assert (ranks("16"), ranks("16:6,64:2")) == (16, {16: 6, 64: 2})
+    for text in ("16:6,64", "x", "16:", ":2", ""):
+        with pytest.raises(SystemExit):
+            main(["serve", "--max-rank", text])
+        assert "RANK:SLOTS" in capsys.readouterr().err
 
 
 def test_inspect(capsys):

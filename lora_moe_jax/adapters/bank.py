@@ -1,7 +1,8 @@
 """The bank: every slot's arrays on the device.
 
-Only projections that some adapter may target have arrays. `SlotWriter` writes them, for the pool of
-adapters alone: what a slot holds and what the prefix cache has of it must change together.
+Only projections that some adapter may target have arrays, and slots may be of several ranks, so
+that one adapter of a large rank does not make every slot large. `SlotWriter` writes them, for the
+pool of adapters alone: what a slot holds and what the prefix cache has of it must change together.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class SlotEntry:
     arrays: Lora | KvBLora
 
 
+Stacks = dict[int, dict[str, Lora | KvBLora]]  # of each class, by its rank
+
+
 class Place(NamedTuple):
     """Where a projection is: in which stack of several, at which index of it."""
 
@@ -52,8 +56,8 @@ class Place(NamedTuple):
     index: int
 
 
-class Bank:
-    """Adapter slots of a model.
+class RankClass:
+    """The slots of one rank.
 
     Args:
       entries: for each projection name, its projection and arrays
@@ -63,15 +67,15 @@ class Bank:
       joined: whether projections that differ in their layer alone lie in one array.
 
     Attributes:
-      projections: by name.
+      slots: how many adapters fit.
+      rank: the largest that fits.
       stacks: the arrays, of a projection or of several: with an axis for them in front. Of
         several, scaling has room for so many slots that each projection's begins at an address
         from which a kernel reads it where it is: of anything else a step makes a copy first.
       places: of each projection in the stacks.
     """
 
-    def __init__(self, entries: Mapping[str, SlotEntry], *, joined: bool = False):
-        self.projections = {name: entry.projection for name, entry in entries.items()}
+    def __init__(self, entries: Mapping[str, SlotEntry], joined: bool):
         self.stacks: dict[str, Lora | KvBLora] = {}
         self.places: dict[str, Place] = {}
         alike: dict[Hashable, list[str]] = {}
@@ -87,15 +91,10 @@ class Bank:
                 slots[-1] = _aligned_slots(lora.scaling)
             parts = zip(*(entries[name].arrays for name in names), strict=True)
             self.stacks[first] = type(lora)(*map(_room, parts, slots))
-
-    @property
-    def arrays(self) -> dict[str, Lora | KvBLora]:
-        """Copies of all slots of every projection, as they are now."""
-        copies = {name: self.lora(self.stacks, name) for name in self.places}
-        return {name: type(its)(*(x[: self.slots] for x in its)) for name, its in copies.items()}
+        _, self.slots, _, self.rank, _ = next(iter(self.stacks.values())).a.shape
 
     def lora(self, stacks: Mapping[str, Lora | KvBLora], name: str) -> Lora | KvBLora:
-        """A projection's part of stacks such as the bank's; scaling may have more slots."""
+        """A projection's part of stacks such as these; scaling may have more slots."""
         stack, index = self.places[name]
         return type(stacks[stack])(*(array[index] for array in stacks[stack]))
 
@@ -104,20 +103,88 @@ class Bank:
         lora = self.stacks[self.places[name].stack]
         return type(lora)(*(jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for x in lora))
 
+    def copy(self, name: str) -> Lora | KvBLora:
+        """All slots of a projection, as they are now."""
+        lora = self.lora(self.stacks, name)
+        return type(lora)(*(array[: self.slots] for array in lora))
+
+
+class Bank:
+    """Adapter slots of a model, in one rank class or several.
+
+    Slots are numbered through the classes, which come in order of their ranks.
+
+    Args:
+      entries: of each class, see `RankClass`; none for a model without slots.
+      joined: whether projections that differ in their layer alone lie in one array.
+
+    Attributes:
+      projections: by name.
+      classes: by their rank, in order.
+    """
+
+    def __init__(self, entries: Sequence[Mapping[str, SlotEntry]], *, joined: bool = False):
+        self.projections = {
+            name: entry.projection for its in entries[:1] for name, entry in its.items()
+        }
+        classes = [RankClass(its, joined) for its in entries]
+        self.classes = {its.rank: its for its in sorted(classes, key=lambda its: its.rank)}
+
+    @property
+    def stacks(self) -> Stacks:
+        """The arrays of every class."""
+        return {rank: its.stacks for rank, its in self.classes.items()}
+
+    @stacks.setter
+    def stacks(self, stacks: Stacks) -> None:
+        for rank, its in self.classes.items():
+            its.stacks = stacks[rank]
+
+    @property
+    def arrays(self) -> dict[str, Lora | KvBLora | tuple[Lora | KvBLora, ...]]:
+        """Copies of all slots of every projection, as they are now; by class, if there are some."""
+        copies = {
+            name: tuple(its.copy(name) for its in self.classes.values())
+            for name in self.projections
+        }
+        return {name: its if len(its) > 1 else its[0] for name, its in copies.items()}
+
     @property
     def nbytes(self) -> int:
         """Bytes on all devices together."""
-        return sum(array.nbytes for lora in self.stacks.values() for array in lora)
+        return sum(array.nbytes for array in jax.tree.leaves(self.stacks))
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """Of one of the arrays: where the bank is."""
+        return jax.tree.leaves(self.stacks)[0].sharding
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The largest rank that fits into each slot."""
+        return tuple(its.rank for its in self.classes.values() for _ in range(its.slots))
 
     @property
     def slots(self) -> int:
         """How many adapters fit."""
-        return next((lora.a.shape[1] for lora in self.stacks.values()), 0)
+        return sum(its.slots for its in self.classes.values())
 
     @property
     def max_rank(self) -> int:
-        """The largest rank that fits."""
-        return next((lora.a.shape[3] for lora in self.stacks.values()), 0)
+        """The largest rank that fits into any slot."""
+        return max(self.classes, default=0)
+
+    def locate(self, slot: int) -> tuple[int, int]:
+        """The rank of a slot's class, and its number there."""
+        for rank, its in self.classes.items():
+            if slot < its.slots:
+                return rank, slot
+            slot -= its.slots
+        raise IndexError(f"the bank has {self.slots} slots")
+
+    def like(self, name: str) -> Lora | KvBLora:
+        """The shapes of one of a projection's largest slots."""
+        return self.classes[self.max_rank].like(name)
 
     def check(self, adapter: Adapter) -> None:
         """Raises AdapterError unless the adapter fits into a slot."""
@@ -126,11 +193,11 @@ class Bank:
 
     def check_pair(self, name: str, pair: LoraPair) -> None:
         """`check` of one projection; only the shapes matter."""
-        if name not in self.places:
+        if name not in self.projections:
             raise AdapterError(
                 "the engine has no slots for a projection of this adapter",
                 key=name,
-                expected=f"one of {len(self.places)} projections that the engine was built for",
+                expected=f"one of {len(self.projections)} that the engine was built for",
                 found=name,
                 hint="build the engine with target_modules that include it",
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -82,8 +82,8 @@ class DeviceParams:
             raise _wrong("params", "a mapping from projection names", type(params).__name__)
         values, ranks = {}, {}
         for name, value in params.items():
-            if not isinstance(name, str) or name not in bank.places:
-                expected = f"one of {len(bank.places)} projections that have slots"
+            if not isinstance(name, str) or name not in bank.projections:
+                expected = f"one of {len(bank.projections)} projections that have slots"
                 raise _wrong(str(name)[:200], expected, "a name without slots")
             slot = bank.like(name)
             _check_arrays(name, value, slot)
@@ -92,10 +92,9 @@ class DeviceParams:
                 bank.check_pair(name, value)
                 value = Factors(value.a, value.b, value.scaling)
             else:
-                _check_slot(name, value, slot)
+                _check_slot(name, value, slot, bank.classes)
             ranks[name] = value.a.shape[1]
-            there = bank.stacks[bank.places[name].stack].a
-            values[name] = type(value)(*(_beside(array, there) for array in value))
+            values[name] = type(value)(*(_beside(array, bank.sharding) for array in value))
         return cls(values, InSlot(ranks))
 
     @classmethod
@@ -143,15 +142,20 @@ def _check_arrays(name: str, value: object, slot: Lora | KvBLora) -> None:
             raise _wrong(name, ", ".join(FLOAT_DTYPES), array.dtype)
 
 
-def _check_slot(name: str, value: Lora | KvBLora, slot: Lora | KvBLora) -> None:
+def _check_slot(
+    name: str, value: Lora | KvBLora, slot: Lora | KvBLora, ranks: Collection[int]
+) -> None:
+    """A slot is one of any rank class."""
+    rank = value.a.shape[1] if value.a.ndim == 3 and value.a.shape[1] in ranks else max(ranks)
     for field, array, like in zip(slot._fields, value, slot, strict=True):
-        if array.shape != like.shape:
-            raise _wrong(f"{name} {field}", list(like.shape), list(array.shape))
+        groups, *sizes = like.shape
+        shape = (groups, rank, *sizes[1:]) if sizes else (groups,)
+        if array.shape != shape:
+            raise _wrong(f"{name} {field}", list(shape), list(array.shape))
 
 
-def _beside(x: jax.Array | np.ndarray, other: jax.Array) -> jax.Array | np.ndarray:
-    """An array on the devices of another one: as it is, or sent from device to device."""
-    there = other.sharding
+def _beside(x: jax.Array | np.ndarray, there: jax.sharding.Sharding) -> jax.Array | np.ndarray:
+    """An array on these devices: as it is, or sent from device to device."""
     if not isinstance(x, jax.Array) or x.sharding.device_set == there.device_set:
         return x
     if isinstance(there, NamedSharding):

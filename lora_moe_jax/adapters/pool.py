@@ -4,7 +4,11 @@ The unit is one version of an adapter, an `Entry`. Loading under a taken name ma
 requests keep the one that they began with. So an entry's host copy lives while its name stands for
 it or an unfinished request holds it, and its slot cannot be taken while a request runs with it.
 Otherwise a slot is only a cache: the least recently used entry gives up its own to one that needs
-it, and comes back from the host copy. One slot is never pinned, so that every adapter has a turn.
+it, and comes back from the host copy. One slot of every rank, or a larger one, is never pinned, so
+that every adapter has a turn.
+
+Slots may be of several ranks. An adapter takes the smallest that is free and holds its rank, or one
+of the smallest rank where none is.
 
 In a pool that switches, a new version is the old one's successor instead: it takes its slot, if it
 has one, and its requests, and nothing is left of the old one.
@@ -87,7 +91,7 @@ class AdapterPool:
     `begin` and `end` alone if it never ran.
 
     Args:
-      slots: how many adapters the bank holds.
+      ranks: the largest rank that fits into each slot of the bank, in ascending order.
       write: puts an adapter into a slot; it is given only what fits, and must not fail.
       read: makes the host copy of what came from the device and is in a slot.
       switch: whether a new version is the successor of the one before; the requests are to be told.
@@ -99,7 +103,7 @@ class AdapterPool:
 
     def __init__(
         self,
-        slots: int,
+        ranks: Sequence[int],
         write: Callable[[int, Adapter | DeviceParams], None],
         read: Callable[[int, InSlot], Adapter],
         *,
@@ -109,7 +113,8 @@ class AdapterPool:
         self._write = write
         self._read = read
         self._switch = switch
-        self._slots: list[Entry | None] = [None] * slots
+        self._ranks = tuple(ranks)
+        self._slots: list[Entry | None] = [None] * len(ranks)
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()  # replaced or unloaded; unfinished requests hold them
         self._versions: dict[str, int] = {}  # goes on counting after a name was unloaded
@@ -157,9 +162,19 @@ class AdapterPool:
         It is written at once if it has the slot of the version before, or one is free. A pin stays
         with the name; for that an idle adapter makes room, and if none is idle the new version gets
         its slot when first used.
+
+        Raises:
+          AdapterError: its rank is too large for the slot of the version before, whose pin or whose
+            running requests need another, and none can be had. Nothing has changed then.
         """
+        old = self._entries.get(name)
+        self._check_pin(name, adapter.rank)
+        runs = self._switch and old is not None and old.running
+        if runs and not self._holds(old.slot, adapter.rank):
+            self._check_obtainable(name, adapter.rank)
         entry = self._new_version(name, adapter)
-        if entry.slot is not None or self.free or entry.info.pinned:
+        free = any(self._slots[slot] is None for slot in self._fitting(entry))
+        if entry.slot is not None or free or entry.info.pinned or entry.running:
             self._place(entry)
         return entry
 
@@ -190,25 +205,47 @@ class AdapterPool:
         Raises:
           AdapterError: no slot can be had. Nothing has changed then.
         """
-        old = self._entries.get(name)
-        in_place = self._switch and old is not None and old.slot is not None
-        held = [e for e in self._slots if e and (e.running or (e.info.pinned and e is not old))]
-        if len(held) == len(self._slots) and not in_place:
-            raise AdapterError(
-                "no slot can be had for a new version: each is pinned or in use by a running "
-                "request",
-                key=name,
-                expected="a slot whose adapter is neither",
-                found=f"{len(self._slots)} slots",
-                hint="finish or abort streams first, unpin_adapter one, or build the engine with a "
-                "larger max_adapters: one slot more than adapters that run at a time, or, with "
-                'update_policy="switch", as many',
-            )
+        old, rank = self._entries.get(name), params.in_slot.rank
+        self._check_pin(name, rank)
+        in_place = self._switch and old is not None and self._holds(old.slot, rank)
+        if not in_place:
+            self._check_obtainable(name, rank)
         entry = self._new_version(name, params.in_slot)
         self._place(entry, params)
         if trainer is not None:
             self._trainers[name] = trainer
         return entry
+
+    def _check_pin(self, name: str, rank: int) -> None:
+        """Raises AdapterError if a new version of this rank cannot keep the pin of its name."""
+        old = self._entries.get(name)
+        if old is None or not old.info.pinned or self._holds(old.slot, rank):
+            return
+        if not self._leaves_room(self._smallest(rank), old):
+            raise AdapterError(
+                "the new version of a pinned adapter needs a slot of a larger rank, and the last "
+                "of these must stay for adapters that are not pinned",
+                key=name,
+                expected=f"at most rank {self._held_rank(old)}",
+                found=f"rank {rank}",
+                hint="unpin_adapter it or another first, or build the engine with more such slots",
+            )
+
+    def _check_obtainable(self, name: str, rank: int) -> None:
+        """Raises AdapterError if no slot can be had at once for a new version."""
+        old = self._entries.get(name)
+        fitting = [e for e, its in zip(self._slots, self._ranks, strict=True) if its >= rank]
+        if all(e and (e.running or (e.info.pinned and e is not old)) for e in fitting):
+            raise AdapterError(
+                "no slot can be had for a new version: each is pinned or in use by a running "
+                "request",
+                key=name,
+                expected="a slot whose adapter is neither",
+                found=f"{len(fitting)} slots of its rank",
+                hint="finish or abort streams first, unpin_adapter one, or build the engine with a "
+                "larger max_adapters: one slot more than adapters that run at a time, or, with "
+                'update_policy="switch", as many',
+            )
 
     def _new_version(self, name: str, adapter: Adapter | InSlot) -> Entry:
         version = self._versions[name] = self._versions.get(name, 0) + 1
@@ -234,8 +271,9 @@ class AdapterPool:
         """Makes `entry`, which is to be written then, the successor of another."""
         old.successor = entry
         entry.requests, entry.running, old.requests, old.running = old.requests, old.running, 0, 0
-        if (slot := old.slot) is not None:
-            self._vacate(old)
+        slot = old.slot
+        self._vacate(old)
+        if self._holds(slot, entry.info.rank):
             self._slots[slot] = entry
             entry.info = replace(entry.info, slot=slot)
 
@@ -271,20 +309,24 @@ class AdapterPool:
         """Gives the adapter a slot, if it has none, that nobody takes from it.
 
         Raises:
-          AdapterError: no slot can be had, or every other slot but one is pinned.
+          AdapterError: no slot can be had, or every other slot of its rank but one is pinned.
         """
         entry = self.get(name)
         pinned = [info.name for info in self if info.pinned and info.name != name]
-        if len(pinned) >= len(self._slots) - 1:
+        rank = self._held_rank(entry)
+        if not self._leaves_room(rank, entry):
+            slots = sum(its >= rank for its in self._ranks)
             raise AdapterError(
                 "too many adapters are pinned: one slot must stay for those that are not",
                 key=name,
-                expected=f"at most {len(self._slots) - 1} pinned of {len(self._slots)} slots",
+                expected=f"at most {slots - 1} pinned of {slots} slots of rank {rank} or more",
                 found=f"{len(pinned) + 1} with this one",
                 hint=f"unpin_adapter one of {_shown(pinned)}, "
                 "or build the engine with a larger max_adapters",
             )
+        before, entry.info = entry.info, replace(entry.info, pinned=True)
         if entry.slot is None and not self._place(entry):
+            entry.info = before
             raise AdapterError(
                 "no slot can be had: each is pinned or in use by a running request",
                 key=name,
@@ -293,7 +335,6 @@ class AdapterPool:
                 hint=f"finish or close streams first, unpin_adapter one of {_shown(pinned)}, "
                 "or build the engine with a larger max_adapters",
             )
-        entry.info = replace(entry.info, pinned=True)
         return entry.info
 
     def unpin(self, name: str) -> AdapterInfo:
@@ -371,11 +412,12 @@ class AdapterPool:
         Args:
           params: its values, if there is no host copy.
         """
-        slot = entry.slot
+        slot = self._slot_for(entry) if entry.slot is None else entry.slot
         if slot is None:
-            if not self.free and not self._evict():
-                return False
-            slot = self._slots.index(None)
+            return False
+        if self._slots[slot] not in (None, entry):
+            self._make_room(self._slots[slot])
+            self.evictions += 1
         self._write(slot, entry.adapter if params is None else params)
         self.loads += 1
         self._slots[slot] = entry
@@ -383,14 +425,49 @@ class AdapterPool:
         entry.last_used = next(self._clock)
         return True
 
-    def _evict(self) -> bool:
-        """Of a full pool, takes the slot of the entry not used for longest, if one is idle."""
-        idle = [entry for entry in self._slots if not (entry.running or entry.info.pinned)]
-        if not idle:
-            return False
-        self._make_room(min(idle, key=lambda entry: entry.last_used))
-        self.evictions += 1
-        return True
+    def _slot_for(self, entry: Entry) -> int | None:
+        """A free slot, else that of the entry not used for longest among the idle ones, if any; of
+        the smallest rank."""
+        fitting = self._fitting(entry)
+        free = [slot for slot in fitting if self._slots[slot] is None]
+        if free:
+            return free[0]
+        idle = [
+            slot
+            for slot in fitting
+            if not (self._slots[slot].running or self._slots[slot].info.pinned)
+        ]
+        order = [(self._ranks[slot], self._slots[slot].last_used, slot) for slot in idle]
+        return min(order)[-1] if order else None
+
+    def _fitting(self, entry: Entry) -> list[int]:
+        """Slots that the entry may have, the smallest first."""
+        return [
+            slot
+            for slot, rank in enumerate(self._ranks)
+            if rank >= entry.info.rank and (not entry.info.pinned or self._leaves_room(rank, entry))
+        ]
+
+    def _holds(self, slot: int | None, rank: int) -> bool:
+        return slot is not None and self._ranks[slot] >= rank
+
+    def _smallest(self, rank: int) -> int:
+        """The rank of the smallest slots that hold this rank."""
+        return min(its for its in self._ranks if its >= rank)
+
+    def _held_rank(self, entry: Entry) -> int:
+        """The rank of the slot that the entry has, or of the smallest that it may have."""
+        return self._smallest(entry.info.rank) if entry.slot is None else self._ranks[entry.slot]
+
+    def _leaves_room(self, rank: int, entry: Entry) -> bool:
+        """Whether the entry may be pinned in a slot of this rank: of every rank, one slot that
+        holds it has to stay for adapters that are not."""
+        others = [e for e in self._entries.values() if e.info.pinned and e is not entry]
+        held = [rank, *map(self._held_rank, others)]
+        return all(
+            sum(its >= least for its in held) < sum(its >= least for its in self._ranks)
+            for least in set(self._ranks)
+        )
 
     def _make_room(self, entry: Entry) -> None:
         """The entry gives up its slot, and will be needed again."""

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from lora_moe_jax.adapters.adapter import Adapter, LoraPair
-from lora_moe_jax.adapters.bank import Bank, KvBLora, Place
+from lora_moe_jax.adapters.bank import Bank, KvBLora, Place, RankClass
 from lora_moe_jax.adapters.config import AdapterConfig
 from lora_moe_jax.adapters.device_params import DeviceParams, Factors, InSlot
 from lora_moe_jax.errors import AdapterError
@@ -33,17 +33,8 @@ class SlotWriter:
 
     def __init__(self, bank: Bank):
         self._bank = bank
-        shardings = {stack: _shardings(lora) for stack, lora in bank.stacks.items()}
-        members: dict[str, list[str]] = {}
-        for name, place in bank.places.items():
-            members.setdefault(place.stack, []).append(name)
-        write = functools.partial(_write_all, members)
-        self._write_all = jax.jit(
-            write, static_argnums=0, donate_argnums=1, out_shardings=shardings
-        )
+        self._classes = {rank: _ClassWriter(its) for rank, its in bank.classes.items()}
         self._finite = jax.jit(_finite)
-        self._writers = self._compile(_compiled_writer)
-        self._readers: dict[str, Any] = {}
 
     def write(self, slot: int, adapter: Adapter | DeviceParams) -> None:
         """Puts an adapter into a slot.
@@ -51,16 +42,12 @@ class SlotWriter:
         Raises:
           AdapterError: it does not fit. Nothing is written then.
         """
-        bank, slot = self._bank, np.int32(slot)
+        rank, place = self._bank.locate(slot)
         if isinstance(adapter, DeviceParams):
-            bank.stacks = self._write_all(adapter.places, bank.stacks, slot, adapter.values)
+            self._classes[rank].write_params(place, adapter)
             return
-        bank.check(adapter)
-        for name, (stack, index) in bank.places.items():
-            values = _padded(bank.like(name), adapter.pairs.get(name))
-            bank.stacks[stack] = self._writers[stack](
-                bank.stacks[stack], np.int32(index), slot, values
-            )
+        self._bank.check(adapter)
+        self._classes[rank].write(place, adapter)
 
     def check_finite(self, params: DeviceParams) -> None:
         """Raises AdapterError for a NaN or an infinity. Waits until the values are there."""
@@ -73,22 +60,60 @@ class SlotWriter:
                 found="NaN or infinity",
             )
         # Compiled with the first parameters, so that no eviction compiles later.
-        self._readers = self._readers or self._compile(_compiled_reader)
+        for writer in self._classes.values():
+            writer.compile_readers()
 
     def read(self, slot: int, held: InSlot) -> Adapter:
         """A host copy of parameters that were written; written again it gives the same bits."""
-        pairs, slot = {}, np.int32(slot)
-        for name, rank in held.ranks.items():
-            stack, index = self._bank.places[name]
-            part = self._readers[stack](self._bank.stacks[stack], np.int32(index), slot)
-            pairs[name] = _pair(part, rank)
+        rank, place = self._bank.locate(slot)
+        pairs = self._classes[rank].read(place, held.ranks)
         return Adapter(pairs, held.layout, AdapterConfig(r=held.rank))
+
+
+class _ClassWriter:
+    """`SlotWriter` of the slots of one rank."""
+
+    def __init__(self, slots: RankClass):
+        self._slots = slots
+        shardings = {stack: _shardings(lora) for stack, lora in slots.stacks.items()}
+        members: dict[str, list[str]] = {}
+        for name, place in slots.places.items():
+            members.setdefault(place.stack, []).append(name)
+        write = functools.partial(_write_all, members)
+        self._write_all = jax.jit(
+            write, static_argnums=0, donate_argnums=1, out_shardings=shardings
+        )
+        self._writers = self._compile(_compiled_writer)
+        self._readers: dict[str, Any] = {}
+
+    def write(self, slot: int, adapter: Adapter) -> None:
+        slots, slot = self._slots, np.int32(slot)
+        for name, (stack, index) in slots.places.items():
+            values = _padded(slots.like(name), adapter.pairs.get(name))
+            slots.stacks[stack] = self._writers[stack](
+                slots.stacks[stack], np.int32(index), slot, values
+            )
+
+    def write_params(self, slot: int, params: DeviceParams) -> None:
+        slots = self._slots
+        slots.stacks = self._write_all(params.places, slots.stacks, np.int32(slot), params.values)
+
+    def compile_readers(self) -> None:
+        self._readers = self._readers or self._compile(_compiled_reader)
+
+    def read(self, slot: int, ranks: Mapping[str, int]) -> dict[str, LoraPair]:
+        pairs, slot = {}, np.int32(slot)
+        for name, rank in ranks.items():
+            stack, index = self._slots.places[name]
+            part = self._readers[stack](self._slots.stacks[stack], np.int32(index), slot)
+            pairs[name] = _pair(part, rank)
+        return pairs
 
     def _compile(self, function: Callable[[Lora | KvBLora], Any]) -> dict[str, Any]:
         """A compiled function for each stack; stacks of one shape share theirs."""
         compiled: dict[tuple, Any] = {}
         functions = {}
-        for stack, lora in self._bank.stacks.items():
+        for stack, lora in self._slots.stacks.items():
             key = tuple((array.shape, array.dtype, array.sharding) for array in lora)
             if key not in compiled:
                 compiled[key] = function(lora)
@@ -125,8 +150,7 @@ def _padded_on_device(slot: Lora | KvBLora, pair: Factors) -> Lora | KvBLora:
     """`_padded` for arrays on the device, as `_bits`."""
     factors = []
     for like, part in zip(slot[:-1], _parts(slot, pair), strict=True):
-        bits = _bits(part, like.dtype)
-        factors.append(jnp.zeros(like.shape, bits.dtype).at[:, : part.shape[1]].set(bits))
+        factors.append(_filled(_bits(part, like.dtype), like.shape))
     scaling = jnp.broadcast_to(pair.scaling, slot.scaling.shape)
     return type(slot)(*factors, _bits(scaling, slot.scaling.dtype))
 
@@ -203,7 +227,19 @@ def _value(slot: Lora | KvBLora, name: str, places: Mapping[str, Place], params)
         return _padded_on_device(slot, value)
     if value is None:
         value = type(slot)(*(jnp.zeros(like.shape, like.dtype) for like in slot))
-    return jax.tree.map(lambda x, like: _bits(x, like.dtype), value, slot)
+    return jax.tree.map(_fitted, value, slot)
+
+
+def _fitted(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of a slot, perhaps of one of a smaller rank, as `_bits` of this shape."""
+    return _filled(_bits(x, like.dtype), like.shape)
+
+
+def _filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A factor with zeros for the ranks that it has not."""
+    if x.shape == shape:
+        return x
+    return jnp.zeros(shape, x.dtype).at[:, : x.shape[1]].set(x)
 
 
 def _write_one(lora, index: jax.Array, slot: jax.Array, values):

@@ -46,6 +46,16 @@ def _adapter_folder(item: str, model: str) -> tuple[str, Path]:
     )
 
 
+def ranks(text: str) -> int | dict[int, int]:
+    """An option's type: the rank of every slot, or RANK:SLOTS for each, with commas."""
+    if text.isdecimal():
+        return int(text)
+    pairs = [part.partition(":")[::2] for part in text.split(",")]
+    if not all(rank.isdecimal() and slots.isdecimal() for rank, slots in pairs):
+        raise argparse.ArgumentTypeError(f"expected RANK or RANK:SLOTS,RANK:SLOTS, found {text}")
+    return {int(rank): int(slots) for rank, slots in pairs}
+
+
 def positive(text: str) -> int:
     """An option's type: an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:

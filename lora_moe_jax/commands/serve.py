@@ -10,6 +10,7 @@ from lora_moe_jax.commands.options import (
     adapter_folders,
     add_adapter_option,
     model_folder,
+    ranks,
 )
 from lora_moe_jax.errors import ConfigError
 
@@ -30,7 +31,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--max-adapters", type=int, help="slots (default: 8, or as many as given)")
-    parser.add_argument("--max-rank", type=int, default=32)
+    parser.add_argument(
+        "--max-rank",
+        type=ranks,
+        default=32,
+        metavar="RANK[:SLOTS,...]",
+        help="the largest rank of an adapter (default 32), or 16:6,64:2 for slots of two ranks",
+    )
     parser.add_argument("--max-requests", type=int, default=8, help="requests that run at once")
     parser.add_argument("--max-length", type=int, help="most tokens of one request")
     parser.add_argument("--served-name", help="of the base model; default: its folder's name")
@@ -62,11 +69,10 @@ def run(options: argparse.Namespace) -> None:
         names.check(name)
     check_adapter_root(options.adapter_root)
     with open_socket(options.host, options.port) as listener:
-        slots = options.max_adapters
         engine = Engine.from_pretrained(
             folder,
             dtype=options.dtype,
-            max_adapters=max(DEFAULT_SLOTS, len(adapters)) if slots is None else slots,
+            max_adapters=_slots(options, len(adapters)),
             max_rank=options.max_rank,
             max_requests=options.max_requests,
             max_length=options.max_length,
@@ -82,3 +88,11 @@ def run(options: argparse.Namespace) -> None:
             adapter_root=options.adapter_root,
             api_key=options.api_key,
         )
+
+
+def _slots(options: argparse.Namespace, adapters: int) -> int:
+    if options.max_adapters is not None:
+        return options.max_adapters
+    if isinstance(options.max_rank, dict):
+        return sum(options.max_rank.values())
+    return max(DEFAULT_SLOTS, adapters)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from flax import nnx
 
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.layers.build import Build
-from pallas_kernels import Lora
+from pallas_kernels import Lora, Slots
 
 
 class LoraParam(nnx.Variable):
@@ -41,9 +43,25 @@ class AdapterSlots(nnx.Module):
         self.b = zero_slots(build, b_shape, (_expert_axis(b_groups), None, out_axis))
         self.scaling = zero_slots(build, (groups,), (_expert_axis(groups),), "float32")
 
+    @property
+    def rank(self) -> int:
+        """The largest that fits."""
+        return self.a.shape[2]
+
     def lora(self) -> Lora:
         """The arrays in the form that the kernels take."""
         return Lora(self.a[...], self.b[...], self.scaling[...])
+
+
+class RankClasses(nnx.Module):
+    """The slots of one projection in several rank classes, the smallest rank first."""
+
+    def __init__(self, classes: Sequence[AdapterSlots]):
+        self.classes = nnx.List(classes)
+
+    def lora(self) -> tuple[Lora, ...]:
+        """The arrays in the form that the kernels take."""
+        return tuple(its.lora() for its in self.classes)
 
 
 def zero_slots(
@@ -58,9 +76,18 @@ def _expert_axis(groups: int) -> str | None:
     return "expert" if groups > 1 else None
 
 
-def adapter_slots(projection: Projection, build: Build, **axes) -> AdapterSlots | None:
+def adapter_slots(
+    projection: Projection, build: Build, **axes
+) -> AdapterSlots | RankClasses | None:
     """The slots of a projection, or None when no adapter may target it."""
-    return AdapterSlots(projection, build, **axes) if has_slots(projection, build) else None
+    if not has_slots(projection, build):
+        return None
+    return joined([AdapterSlots(projection, its, **axes) for its in build.classes()])
+
+
+def joined(classes: Sequence[AdapterSlots]) -> AdapterSlots | RankClasses:
+    """Slots of one rank as they are, of several as one."""
+    return classes[0] if len(classes) == 1 else RankClasses(classes)
 
 
 def has_slots(projection: Projection, build: Build) -> bool:
@@ -69,6 +96,6 @@ def has_slots(projection: Projection, build: Build) -> bool:
     return config is not None and (config.targets is None or projection.name in config.targets)
 
 
-def lora_of(slots: AdapterSlots | None) -> Lora | None:
+def lora_of(slots: AdapterSlots | RankClasses | None) -> Slots | None:
     """`slots.lora()`, None if there are none."""
     return None if slots is None else slots.lora()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,23 @@ class SlotConfig:
 
     Attributes:
       slots: how many adapters fit.
-      rank: the largest rank that fits.
+      rank: the largest rank that fits; or (rank, slots) for each that some of the slots hold.
       dtype: dtype of A and B.
       targets: projection names that get slots; None for all of them.
       shared_outer: keep one A for gate/up and one B for down for all experts of a layer.
     """
 
     slots: int
-    rank: int
+    rank: int | tuple[tuple[int, int], ...]
     dtype: str = "bfloat16"
     targets: frozenset[str] | None = None
     shared_outer: bool = False
+
+    def classes(self) -> list[SlotConfig]:
+        """The slots of each rank, the smallest first."""
+        if isinstance(self.rank, int):
+            return [self]
+        return [replace(self, slots=slots, rank=rank) for rank, slots in sorted(self.rank)]
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class Build:
     def mesh_axis(self, logical: str | None) -> str | None:
         """The mesh axis a logical axis is split over, if any."""
         return dict(self.rules).get(logical) if logical else None
+
+    def classes(self) -> list[Build]:
+        """To build the adapter slots of each rank with."""
+        return [replace(self, adapters=its) for its in self.adapters.classes()]
 
     def weight(
         self,

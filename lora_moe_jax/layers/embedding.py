@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.layers.adapter_slots import adapter_slots, lora_of
 from lora_moe_jax.layers.build import Build
-from lora_moe_jax.layers.embedding_lora import columns, plus_rows
+from lora_moe_jax.layers.embedding_lora import columns, plus_rows, scalings
 from pallas_kernels import lora_matmul
 
 
@@ -34,11 +34,10 @@ class Embedding(nnx.Module):
         x = self.axes.psum(x, self.vocab_axis)  # one device has the row, the others add zeros
         if self.slots is None:
             return x
-        a, b, scaling = self.slots.lora()
-        u = jnp.where(here, columns(a, token_slots, row).astype(jnp.float32), 0)
-        scaling = scaling[jnp.maximum(token_slots, 0), 0][:, None]
-        u = self.axes.psum(u, self.vocab_axis) * scaling
-        y = plus_rows(x.astype(jnp.float32), u, b, token_slots)
+        lora = self.slots.lora()
+        u = jnp.where(here, columns(lora, token_slots, row).astype(jnp.float32), 0)
+        u = self.axes.psum(u, self.vocab_axis) * scalings(lora, token_slots)
+        y = plus_rows(x.astype(jnp.float32), u, lora, token_slots)
         return jnp.where((token_slots >= 0)[:, None], y.astype(x.dtype), x)
 
 

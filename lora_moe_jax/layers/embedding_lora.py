@@ -1,4 +1,4 @@
-"""An embedding's low-rank product, u = A[slot, :, token] and y + u · B[slot], with gradients.
+"""An embedding's low-rank product, u = A[slot, :, token] and y + s · u · B[slot], with gradients.
 
 Many tokens may read one column of A, and all tokens of an adapter its B. Their gradients are summed
 in float32 in the order of tokens, so that they depend on the adapter's own tokens alone.
@@ -10,17 +10,54 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import Lora, lora_matmul
+from pallas_kernels import Lora, Slots, lora_matmul
+from pallas_kernels.grouped_lora_matmul.lora import has_slot, terms_of_part
+
+
+def columns(lora: Slots, slots: jax.Array, row: jax.Array) -> jax.Array:
+    """a `[S, 1, R, V]` of each token's slot and row: `[T, R]` with the largest R of the classes.
+
+    Zero past the rank of the token's class, and for tokens without an adapter.
+    """
+    classes = list(_classes(lora, slots))
+    most, u = max(pair.a.shape[2] for pair, _ in classes), 0
+    for pair, own in classes:
+        its = _columns(pair.a, own, row)
+        its = jnp.pad(its, ((0, 0), (0, most - its.shape[1])))
+        u = jnp.where((own >= 0)[:, None], its, u)
+    return u
+
+
+def scalings(lora: Slots, slots: jax.Array) -> jax.Array:
+    """float32 `[T, 1]`, the scaling of each token's slot; 0 for tokens without an adapter."""
+    of_token = 0.0
+    for pair, own in _classes(lora, slots):
+        of_token = jnp.where(own >= 0, pair.scaling[jnp.maximum(own, 0), 0], of_token)
+    return of_token[:, None]
+
+
+def plus_rows(y: jax.Array, u: jax.Array, lora: Slots, slots: jax.Array) -> jax.Array:
+    """y + u `[T, R]` · b `[S, 1, R, H]` of each token's slot, added in rank order in float32."""
+    for pair, own in _classes(lora, slots):
+        its = _plus_rows(y, u[:, : pair.b.shape[2]], pair.b, own)
+        y = jnp.where((own >= 0)[:, None], its, y)
+    return y
+
+
+def _classes(lora: Slots, slots: jax.Array):
+    """(pair, each token's slot in the class, -1 for others) of each class."""
+    for _, first, pair in terms_of_part(0, lora):
+        yield pair, jnp.where(has_slot(slots, first, pair.a.shape[0]), slots - first, -1)
 
 
 @jax.custom_vjp
-def columns(a: jax.Array, slots: jax.Array, row: jax.Array) -> jax.Array:
-    """a `[S, 1, R, V]` of each token's slot and row: `[T, R]`; of slot 0 where there is none."""
+def _columns(a, slots, row):
+    """Of slot 0 where there is none."""
     return a[jnp.maximum(slots, 0), 0, :, row]
 
 
 def _columns_forward(a, slots, row):
-    return columns(a, slots, row), (a, slots, row)
+    return _columns(a, slots, row), (a, slots, row)
 
 
 def _columns_backward(saved, du):
@@ -43,12 +80,11 @@ def _columns_backward(saved, du):
     return total.reshape(count, 1, vocab, rank).swapaxes(2, 3).astype(a.dtype), None, None
 
 
-columns.defvjp(_columns_forward, _columns_backward)
+_columns.defvjp(_columns_forward, _columns_backward)
 
 
 @jax.custom_vjp
-def plus_rows(y: jax.Array, u: jax.Array, b: jax.Array, slots: jax.Array) -> jax.Array:
-    """y + u `[T, R]` · b `[S, 1, R, H]` of each token's slot, added in rank order in float32."""
+def _plus_rows(y, u, b, slots):
     slot = jnp.maximum(slots, 0)
     for rank in range(b.shape[2]):
         y = y + u[:, rank, None] * b[slot, 0, rank].astype(jnp.float32)
@@ -56,7 +92,7 @@ def plus_rows(y: jax.Array, u: jax.Array, b: jax.Array, slots: jax.Array) -> jax
 
 
 def _plus_rows_forward(y, u, b, slots):
-    return plus_rows(y, u, b, slots), (u, b, slots)
+    return _plus_rows(y, u, b, slots), (u, b, slots)
 
 
 def _plus_rows_backward(saved, dy):
@@ -74,4 +110,4 @@ def _plus_rows_backward(saved, dy):
     return dy, *pullback(dy), None
 
 
-plus_rows.defvjp(_plus_rows_forward, _plus_rows_backward)
+_plus_rows.defvjp(_plus_rows_forward, _plus_rows_backward)

@@ -70,7 +70,7 @@ class Engine:
         self.bank = arrays.bank
         self._writer = SlotWriter(arrays.bank)
         self._adapters = AdapterPool(
-            options.max_adapters,
+            arrays.bank.ranks,
             self._write_slot,
             self._writer.read,
             switch=options.update_policy == "switch",
@@ -96,7 +96,7 @@ class Engine:
         *,
         dtype: str = "bfloat16",
         max_adapters: int = 8,
-        max_rank: int = 32,
+        max_rank: int | Mapping[int, int] = 32,
         target_modules: Sequence[str] | None = None,
         shared_outer: bool = False,
         mesh: Mesh | None = None,
@@ -119,7 +119,8 @@ class Engine:
           folder: config.json, safetensors, and tokenizer.json if text is wanted.
           dtype: of weights, activations and cache: "bfloat16" or "float32".
           max_adapters: adapter slots on the device; any number of adapters may be loaded.
-          max_rank: the largest rank that fits into a slot.
+          max_rank: the largest rank that fits into a slot. Or, so that not every slot takes the
+            memory of the largest, how many slots hold which rank: `{16: 6, 64: 2}` for 8 in all.
           target_modules: module names (`q_proj`, `experts.gate_proj`, …) that adapters may
             target; all of them by default. Others get no slots and cost nothing.
           shared_outer: keep one outer factor for all experts of a layer; only adapters that

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from lora_moe_jax.adapters.bank import Bank, KvBLora, SlotEntry
+from lora_moe_jax.adapters.bank import Bank, KvBLora, SlotEntry, Stacks
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.models.decoder import Decoder
@@ -25,6 +26,19 @@ def reads_slices_in_place() -> bool:
     return jax.default_backend() == "gpu"
 
 
+class SlotField(NamedTuple):
+    """Whose array this is: a rank class's, of a projection, and the name of its field."""
+
+    rank: int
+    projection: str
+    name: str
+
+    @classmethod
+    def of(cls, slots: AdapterSlots, name: str) -> SlotField:
+        """Of a field of a model's slots."""
+        return cls(slots.rank, slots.projection.name, name)
+
+
 class ModelArrays:
     """A model taken apart: its graph, its flat base weights, and its bank."""
 
@@ -36,44 +50,49 @@ class ModelArrays:
         _, self._bank_tree = jax.tree.flatten(bank)
         self._base_axes = [v.get_metadata("axes") for _, v in nnx.to_flat_state(base)]
         slots = {p: n for p, n in nnx.iter_graph(model) if isinstance(n, AdapterSlots)}
-        names = {path: its.projection.name for path, its in slots.items()}
-        # Of each of the bank's leaves: its projection, which field it is, and its axes.
-        self._bank_fields = [(names[p[:-1]], p[-1]) for p, _ in nnx.to_flat_state(bank)]
+        # Of each of the bank's leaves: whose array it is, and its axes.
+        self._bank_fields = [SlotField.of(slots[p[:-1]], p[-1]) for p, _ in nnx.to_flat_state(bank)]
         axes = [v.get_metadata("axes") for _, v in nnx.to_flat_state(bank)]
         self._bank_axes = dict(zip(self._bank_fields, axes, strict=True))
-        entries = (SlotEntry(its.projection, its.lora()) for its in slots.values())
-        self.bank = Bank(
-            {entry.projection.name: entry for entry in entries}, joined=reads_slices_in_place()
-        )
+        classes: dict[int, dict[str, SlotEntry]] = {}
+        for its in slots.values():
+            entry = SlotEntry(its.projection, its.lora())
+            classes.setdefault(its.rank, {})[its.projection.name] = entry
+        self.bank = Bank(list(classes.values()), joined=reads_slices_in_place())
 
-    def merge(self, base: list[jax.Array], stacks: Mapping[str, Lora | KvBLora]) -> Decoder:
+    def merge(self, base: list[jax.Array], stacks: Stacks) -> Decoder:
         """The model again, from (possibly traced, possibly split) arrays of base and bank."""
-        parts = {name: self.bank.lora(stacks, name) for name in self.bank.places}
-        return self._merge(base, [getattr(parts[name], field) for name, field in self._bank_fields])
+        parts = {
+            (rank, name): its.lora(stacks[rank], name)
+            for rank, its in self.bank.classes.items()
+            for name in its.places
+        }
+        return self._merge(base, parts)
 
     def on_base(self) -> Decoder:
         """The model on its base arrays; of the slots only the shapes."""
         shapes = {
-            name: jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-                self.bank.stacks[place.stack],
+            (rank, name): jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), its.stacks[place.stack]
             )
-            for name, place in self.bank.places.items()
+            for rank, its in self.bank.classes.items()
+            for name, place in its.places.items()
         }
-        return self._merge(
-            self.base, [getattr(shapes[name], field) for name, field in self._bank_fields]
-        )
+        return self._merge(self.base, shapes)
 
-    def _merge(self, base: list, bank: list) -> Decoder:
+    def _merge(self, base: list, parts: Mapping[tuple[int, str], Lora | KvBLora]) -> Decoder:
+        bank = [getattr(parts[its.rank, its.projection], its.name) for its in self._bank_fields]
         base_state = jax.tree.unflatten(self._base_tree, base)
         return nnx.merge(self.graph, base_state, jax.tree.unflatten(self._bank_tree, bank))
 
-    def specs(self) -> tuple[list[PartitionSpec], dict[str, Lora | KvBLora]]:
+    def specs(self) -> tuple[list[PartitionSpec], Stacks]:
         """How base arrays and the bank's stacks are split over the mesh."""
         base = [partition_spec(axes, self.rules) for axes in self._base_axes]
-        bank = {}
-        for stack, lora in self.bank.stacks.items():
-            axes = (self._bank_axes[stack, field] for field in lora._fields)
-            specs = (partition_spec((None, *own), self.rules) for own in axes)
-            bank[stack] = type(lora)(*specs)
+        bank: Stacks = {}
+        for rank, stacks in self.bank.stacks.items():
+            bank[rank] = {}
+            for stack, lora in stacks.items():
+                axes = (self._bank_axes[SlotField(rank, stack, name)] for name in lora._fields)
+                specs = (partition_spec((None, *own), self.rules) for own in axes)
+                bank[rank][stack] = type(lora)(*specs)
         return base, bank

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import ConfigError
@@ -25,7 +25,7 @@ class EngineOptions:
 
     dtype: str
     max_adapters: int
-    max_rank: int
+    rank_classes: tuple[tuple[int, int], ...]  # (rank, slots), the smallest rank first
     max_requests: int
     max_length: int
     page_size: int
@@ -39,6 +39,11 @@ class EngineOptions:
     max_logprobs: int = MAX_LOGPROBS
     max_waiting: int | None = None
     update_policy: str = "finish"
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that fits into any slot."""
+        return self.rank_classes[-1][0]
 
     @property
     def pages_per_request(self) -> int:
@@ -64,6 +69,7 @@ class EngineOptions:
         max_logprobs: int = MAX_LOGPROBS,
         max_waiting: int | None = None,
         update_policy: str = "finish",
+        max_rank: int | Mapping[int, int],
         **sizes: int,
     ) -> EngineOptions:
         """Checks what the caller gave and fills in the rest.
@@ -75,6 +81,7 @@ class EngineOptions:
             raise ConfigError("unknown dtype", key="dtype", expected=f"{DTYPES}", found=repr(dtype))
         for key, value in sizes.items():
             _check_size(key, value, minimum=0 if key == "max_adapters" else 1)
+        classes = rank_classes(max_rank, sizes["max_adapters"])
         if max_length is None:
             max_length = min(DEFAULT_MAX_LENGTH, config.max_position)
         _check_size("max_length", max_length, maximum=config.max_position)
@@ -129,8 +136,33 @@ class EngineOptions:
             max_logprobs=min(max_logprobs, config.vocab_size),
             max_waiting=max_waiting,
             update_policy=update_policy,
+            rank_classes=classes,
             **sizes,
         )
+
+
+def rank_classes(
+    max_rank: int | Mapping[int, int], max_adapters: int
+) -> tuple[tuple[int, int], ...]:
+    """How many slots (of `max_adapters`) hold which rank: (rank, slots), the smallest rank first.
+
+    Raises:
+      ConfigError: something is out of range, or there are more or fewer slots.
+    """
+    if not isinstance(max_rank, Mapping):
+        _check_size("max_rank", max_rank)
+        return ((max_rank, max_adapters),)
+    for rank, slots in max_rank.items():
+        _check_size("max_rank", rank)
+        _check_size("max_rank", slots)
+    if sum(max_rank.values()) != max_adapters or not max_rank:
+        raise ConfigError(
+            "the slots of all ranks together are not as many as there are to be",
+            key="max_rank",
+            expected=f"max_adapters, {max_adapters} slots",
+            found=f"{dict(max_rank)}, {sum(max_rank.values())} slots",
+        )
+    return tuple(sorted(max_rank.items()))
 
 
 def slot_config(
@@ -143,7 +175,7 @@ def slot_config(
     if options.max_adapters == 0:
         return None
     slots = SlotConfig(
-        options.max_adapters, options.max_rank, options.dtype, shared_outer=shared_outer
+        options.max_adapters, options.rank_classes, options.dtype, shared_outer=shared_outer
     )
     if target_modules is None:
         return slots
@@ -165,7 +197,7 @@ def slot_config(
                 found=repr(target),
             )
     targets = {name for name in every if any(_matches(name, target) for target in target_modules)}
-    return SlotConfig(slots.slots, slots.rank, slots.dtype, frozenset(targets), shared_outer)
+    return replace(slots, targets=frozenset(targets))
 
 
 def _matches(name: str, target: str) -> bool:

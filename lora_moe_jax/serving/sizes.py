@@ -22,7 +22,8 @@ from lora_moe_jax.serving.steps import page_shapes
 _HINTS = {
     "bank": (
         "max_adapters",
-        "lower max_adapters or max_rank, name fewer target_modules, or set shared_outer",
+        "lower max_adapters or max_rank, let few slots have the largest rank "
+        "(max_rank={16: 6, 64: 2}), name fewer target_modules, or set shared_outer",
     ),
     "cache": ("cache_tokens", "lower cache_tokens, max_requests or max_length"),
     "weights": ("mesh", "split the model over more devices with a mesh"),

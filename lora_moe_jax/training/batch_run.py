@@ -29,9 +29,17 @@ from lora_moe_jax.training.pieces import SlotGradients
 
 @dataclass(frozen=True)
 class InTraining:
-    """An adapter of the batch: its slot now, its masters, and where projections lie in them."""
+    """An adapter of the batch.
+
+    Attributes:
+      slot: where it is now.
+      rank, place: of the slot's class, and its number there.
+      places: of the projections in its masters.
+    """
 
     slot: int
+    rank: int
+    place: int
     masters: Masters
     places: Mapping[str, Place]
 
@@ -116,7 +124,8 @@ class BatchRun:
     def _add(self, name: str, of_slots: SlotGradients) -> None:
         """Adds an adapter's part of a piece's gradients."""
         own = self.adapters[name]
-        wanted = {key: of_slots[key] for key in of_slots if key in own.places}
+        found = of_slots.get(own.rank, {})
+        wanted = {key: found[key] for key in found if key in own.places}
         if wanted:
             total = self.gradients[name]
-            self.gradients[name] = with_gradients(total, wanted, own.places, np.int32(own.slot))
+            self.gradients[name] = with_gradients(total, wanted, own.places, np.int32(own.place))

@@ -18,7 +18,6 @@ from jax import lax
 
 from lora_moe_jax.adapters.bank import Place
 from lora_moe_jax.training.masters import Master, Masters
-from lora_moe_jax.training.pieces import SlotGradients
 
 
 class StepSettings(NamedTuple):
@@ -80,9 +79,17 @@ def _step(scaling, bank_dtype, masters: Masters, state, gradients: Masters, sett
 
 
 def with_gradients(
-    totals: Masters, gradients: SlotGradients, places: Mapping[str, Place], slot: np.int32
+    totals: Masters,
+    gradients: Mapping[str, dict[str, jax.Array]],
+    places: Mapping[str, Place],
+    slot: np.int32,
 ) -> Masters:
-    """Sums so far plus one slot's gradients of some projections; the former are donated."""
+    """Sums so far plus one slot's gradients of some projections; the former are donated.
+
+    Args:
+      gradients: of all slots of a rank class, by projection and factor.
+      slot: the number in its class.
+    """
     stacks = {place.stack: totals[place.stack] for place in map(places.get, gradients)}
     where = [places[name] for name in gradients]
     order = tuple(place.stack for place in where)

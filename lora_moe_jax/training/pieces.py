@@ -21,11 +21,13 @@ from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.layers.cache import LayerCache
 from lora_moe_jax.layers.logprobs import token_logprobs
 from lora_moe_jax.models.decoder import Decoder
+from lora_moe_jax.serving.model_arrays import SlotField
 from lora_moe_jax.training.packing import PackedBatch, PackSizes
 from pallas_kernels import PageView
 from pallas_kernels.kept import KEPT
 
-SlotGradients = dict[str, dict[str, jax.Array]]  # by projection and factor, as the bank's arrays
+# By rank class, projection and factor, as the bank's arrays.
+SlotGradients = dict[int, dict[str, dict[str, jax.Array]]]
 Kept = list[jax.Array | None]  # what the pass back takes from the pass forward
 
 
@@ -75,9 +77,9 @@ class Piece:
 
         nodes = {p: n for p, n in nnx.iter_graph(module) if isinstance(n, AdapterSlots)}
 
-        def names(state) -> list[tuple[str, str]]:
+        def names(state) -> list[SlotField]:
             paths = [path for path, _ in nnx.to_flat_state(state)]
-            return [(nodes[path[:-1]].projection.name, path[-1]) for path in paths]
+            return [SlotField.of(nodes[path[:-1]], path[-1]) for path in paths]
 
         graph, *states = nnx.split(module, is_factor, LoraParam, ...)
         self.factors, self._others = map(names, states[:2])
@@ -94,25 +96,28 @@ class Piece:
 
     def arrays(self, bank: Bank) -> Arrays:
         """What the functions take, as it is now."""
-        names = self.factors + self._others
-        places = [bank.places[projection] for projection, _ in names]
-        stacks = [bank.stacks[place.stack] for place in places]
-        of_all = [getattr(lora, field) for lora, (_, field) in zip(stacks, names, strict=True)]
-        own = _at(bank.slots, of_all, np.int32([place.index for place in places]))
+        stacks, indices, slots = [], [], []
+        for field in self.factors + self._others:
+            its = bank.classes[field.rank]
+            stack, index = its.places[field.projection]
+            stacks.append(getattr(its.stacks[stack], field.name))
+            indices.append(index)
+            slots.append(its.slots)
+        own = _at(tuple(slots), stacks, np.int32(indices))
         return Arrays(own[: len(self.factors)], own[len(self.factors) :], self._base)
 
     def slot_gradients(self, values: list[jax.Array]) -> SlotGradients:
-        """The gradients of the factors, by name."""
+        """The gradients of the factors, by whose they are."""
         gradients: SlotGradients = {}
-        for (projection, factor), value in zip(self.factors, values, strict=True):
-            gradients.setdefault(projection, {})[factor] = value
+        for (rank, projection, factor), value in zip(self.factors, values, strict=True):
+            gradients.setdefault(rank, {}).setdefault(projection, {})[factor] = value
         return gradients
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _at(slots: int, stacks: list[jax.Array], indices: jax.Array) -> list[jax.Array]:
+def _at(slots: tuple[int, ...], stacks: list[jax.Array], indices: jax.Array) -> list[jax.Array]:
     """An array of each stack: a copy, which is there for as long as its layer's turn takes."""
-    return [stack[index, :slots] for stack, index in zip(stacks, indices, strict=True)]
+    return [stack[i, :count] for stack, i, count in zip(stacks, indices, slots, strict=True)]
 
 
 def pieces(model: Decoder) -> list[Piece]:

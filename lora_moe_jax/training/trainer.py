@@ -429,8 +429,7 @@ class Trainer:
 
     def _placed(self, tree: object) -> object:
         """Arrays where the bank is, by name: unplaced ones count as something else in compiling."""
-        stacks = self._engine.bank.stacks
-        return jax.device_put(tree, next(iter(stacks.values())).scaling.sharding)
+        return jax.device_put(tree, self._engine.bank.sharding)
 
     def _publish(self, name: str, training: Training) -> AdapterInfo:
         """Makes the masters the engine's newest version."""
@@ -453,7 +452,8 @@ class Trainer:
         found = {}
         for name, slot in zip(names, slots, strict=True):
             training = self._adapters[name]
-            found[name] = InTraining(slot, training.masters, training.stacks.places)
+            where = slot, *self._engine.bank.locate(slot)
+            found[name] = InTraining(*where, training.masters, training.stacks.places)
         return found
 
     def _every_projection(self) -> dict[str, Projection]:

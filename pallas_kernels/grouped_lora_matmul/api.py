@@ -3,13 +3,15 @@
     y[t] = x[t] · W[g(t)]ᵀ + s[a(t), g(t)] · (x[t] · A[a(t), g(t)]ᵀ) · B[a(t), g(t)]
 
 Letters: M rows, K input width, N output width, G groups (experts, heads, or 1), S adapter slots,
-R the bank's rank, g(t) the group of row t, a(t) its adapter slot.
+R the rank of its arrays, g(t) the group of row t, a(t) its adapter slot.
+
+Slots of several ranks need not all pay for the largest: a part's adapters may be several pairs, its
+rank classes, each with slots of its own rank. Slots are numbered through all of them.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots, classes_of, slot_counts
 from pallas_kernels.implementation import implementation_module, platform_implementation
-
-
-class Lora(NamedTuple):
-    """The adapter slots of one projection.
-
-    Attributes:
-      a: `[S, G or 1, R, K]`. One matrix per slot and group, or one per slot for all groups
-        (a shared outer factor). Rows at and past an adapter's own rank are zero.
-      b: `[S, G or 1, R, N]`.
-      scaling: float32 `[S or more, G or 1]`, applied to x·Aᵀ and never folded into B. What it
-        has for more slots is not read.
-    """
-
-    a: Float[Array, "slots a_groups rank k"]
-    b: Float[Array, "slots b_groups rank n"]
-    scaling: Float[Array, "s_slots s_groups"]
-
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "mosaic_tpu")
 
@@ -45,7 +31,7 @@ def grouped_lora_matmul(
     w: Float[Array, "groups n k"],
     group_sizes: Int[Array, " groups"] | None,
     row_slots: Int[Array, " rows"] | None = None,
-    lora: tuple[Lora | None, ...] = (),
+    lora: tuple[Slots | None, ...] = (),
     *,
     parts: tuple[int, ...] | None = None,
     gate: Gate | None = None,
@@ -79,7 +65,9 @@ def grouped_lora_matmul(
         (heads, or a dense layer).
       row_slots: adapter slot of each row, -1 for none. Needed if `lora` is given.
       lora: one entry for each part of the output, `None` for a part without adapters. Fused
-        projections (gate and up; q_a and kv_a) have one adapter pair for each part.
+        projections (gate and up; q_a and kv_a) have one adapter pair for each part. A tuple of
+        pairs has one for each rank class: they differ in slots and rank alone, and all parts have
+        the same slots. The first class has slots 0 to S - 1, the next one those from S on.
       parts: widths of the parts, adding up to N. Default: one part.
       gate: N is `[gate | up]`, and the result is the gate's function of both, in the epilogue of
         the product.
@@ -101,6 +89,7 @@ def grouped_lora_matmul(
     parts = parts or (w.shape[1],)
     lora = tuple(lora) or (None,) * len(parts)
     check_call(x, w, group_sizes, row_slots, lora, parts)
+    check_slots(lora)
     if gate is not None and (w.shape[1] % 2 or len(parts) not in (1, 2)):
         raise ValueError(f"a gate needs N = [gate | up], got N {w.shape[1]} in {parts=}")
     if gate is not None and len(parts) == 2 and parts[0] != parts[1]:
@@ -161,7 +150,7 @@ def lora_matmul(
     x: Float[Array, "rows k"],
     w: Float[Array, "n k"],
     row_slots: Int[Array, " rows"] | None = None,
-    lora: tuple[Lora | None, ...] = (),
+    lora: tuple[Slots | None, ...] = (),
     *,
     parts: tuple[int, ...] | None = None,
     gate: Gate | None = None,
@@ -198,11 +187,10 @@ def check_call(x, w, group_sizes, row_slots, lora, parts):
         _check_indices("group_sizes", group_sizes, groups, "")
     if min(parts) < 1 or sum(parts) != n or len(parts) != len(lora):
         raise ValueError(f"parts {parts} must add up to {n} and match the {len(lora)} lora entries")
-    if row_slots is not None or any(pair is not None for pair in lora):
+    if row_slots is not None or any(entry is not None for entry in lora):
         _check_indices("row_slots", row_slots, x.shape[0], " when lora is given")
-    for width, pair in zip(parts, lora, strict=True):
-        if pair is not None:
-            _check_pair(pair, groups, width, k)
+    for width, entry in zip(parts, lora, strict=True):
+        _check_entry(entry, groups, width, k)
 
 
 def _check_indices(name: str, array, count: int, when: str):
@@ -211,6 +199,30 @@ def _check_indices(name: str, array, count: int, when: str):
         raise ValueError(f"{name} must be [{count}]{when}, got {found}")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got {array.dtype}")
+
+
+def check_slots(entries: tuple[Slots | None, ...], names: str = "the parts of lora"):
+    """Raises ValueError for parts that do not have the same slots."""
+    counts = {slot_counts(entry) for entry in entries if entry is not None}
+    if len(counts) > 1:
+        raise ValueError(
+            f"{names} must have the same number of slots in each of the same rank classes, got "
+            + " and ".join(map(str, sorted(counts)))
+        )
+
+
+def _check_entry(entry: Slots | None, groups: int, n: int, k: int):
+    classes = classes_of(entry)
+    for pair in classes:
+        _check_pair(pair, groups, n, k)
+    if entry is not None and (not classes or len(classes) > 1 and 0 in slot_counts(entry)):
+        raise ValueError(f"a rank class must have a slot, got classes of {slot_counts(entry)}")
+    forms = [(p.a.shape[1], p.b.shape[1], p.scaling.shape[1], str(p.a.dtype)) for p in classes]
+    if len(set(forms)) > 1:
+        raise ValueError(
+            "rank classes must differ in slots and rank alone, got (groups of a, of b, of scaling, "
+            "dtype) " + " and ".join(map(str, forms))
+        )
 
 
 def _check_pair(pair: Lora, groups: int, n: int, k: int):

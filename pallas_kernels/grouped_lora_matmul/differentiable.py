@@ -13,21 +13,27 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
         The same for (token, choice) rows, sorted by (group, slot), and each row's x; `slots` is how
         many there are. Rows of a number that is not one of a group, and those of tokens that are
         not valid (bool [T], None: all are), come after the last group.
-    product(x, w, tables, u, factors, starts, *, contract, gate=None, out_dtype=None) -> [M, N]
+    product(x, w, tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None)
+        -> [M, N]
         x[t] times its group's weight, contracted over w's axis `contract`: 2 for w [G, N, K],
-        1 for w [G, K, N]. Then, for each term p in order,
-        y[t, starts[p] : + width] += u[p][t] · factors[p][slot, group], factors[p] [S, G or 1, R,
-        width]. Rows past the last group are zero. With a gate, N is [gate | up] and the result is
-        the gate's function of both, [M, N / 2]. The result is the float32 sums rounded to x's
-        dtype, or not rounded if out_dtype is float32, which comes without a gate.
-    shrink(x, tables, factors, starts, scalings) -> u of each term
-        u[p][t] = scalings[p][slot, group] · x[t, starts[p] : + width] · factors[p][slot, group]ᵀ,
-        scaled in float32; a scaling of None is 1. Rows without an adapter may hold anything.
-    outer(lefts, right, start, width, tables, shape, dtype) -> [*shape, rank, width] of each left
+        1 for w [G, K, N]. Then, for each term p in order that has the row's slot,
+        y[t, starts[p] : + width] += u[p][t] · factors[p][slot - firsts[p], group], factors[p]
+        [S, G or 1, R, width]. Rows past the last group are zero. With a gate, N is [gate | up] and
+        the result is the gate's function of both, [M, N / 2]. The result is the float32 sums
+        rounded to x's dtype, or not rounded if out_dtype is float32, which comes without a gate.
+    shrink(x, tables, factors, starts, scalings, firsts) -> u of each term
+        u[p][t] = scalings[p][slot - firsts[p], group] · x[t, starts[p] : + width] ·
+        factors[p][slot - firsts[p], group]ᵀ, scaled in float32; a scaling of None is 1. Rows whose
+        slot the term does not have may hold anything.
+    outer(lefts, right, start, width, tables, first, shape, dtype) -> [*shape, rank, width] of each
         lefts are (u, rank) pairs: u as `shrink` returns it, and how many of its columns count.
         Σ u[t, : rank] ⊗ right[t, start : start + width] over the rows of each (slot, group), or of
         each slot when shape is (S, 1): summed in float32 (float64 for float64), then rounded to
-        dtype. right is a plain array.
+        dtype. Slots are shape[0] from `first` on. right is a plain array.
+
+Slots come in rank classes, and each term of a part is one class: term p has the slots
+[firsts[p], firsts[p] + factors[p].shape[0]). Terms go class by class, each with the same parts in
+the same order, and those of a call together have every slot that a row has.
 
 All of them keep rows and slots apart (a NaN in one slot stays there) and give a row the same bits
 whatever is around it.
@@ -47,6 +53,7 @@ from pallas_kernels.grouped_lora_matmul.gate import (
     gated_columns,
     gated_columns_gradient,
 )
+from pallas_kernels.grouped_lora_matmul.lora import Lora, in_form, terms_of_parts
 from pallas_kernels.kept import kept
 
 
@@ -71,7 +78,7 @@ def grouped_lora_matmul(
       shared_u: u of every term if it is known already, computed once for each token from shared
         A factors; else None. Its gradient flows through x and lora as if it were computed here.
     """
-    terms = _terms(parts, lora)
+    terms = terms_of_parts(parts, lora)
     u = _shrink(backend, x, tables, terms) if shared_u is None else shared_u
     return _product(backend, x, w, tables, u, terms, gate, out_dtype)
 
@@ -79,7 +86,7 @@ def grouped_lora_matmul(
 def _forward(backend, parts, gate, out_dtype, x, w, tables, lora, shared_u):
     # Differentiated outside of jit, NumPy arguments arrive as they are.
     x, w, tables, lora = jax.tree.map(jnp.asarray, (x, w, tables, lora))
-    terms = _terms(parts, lora)
+    terms = terms_of_parts(parts, lora)
     u = kept(_shrink(backend, x, tables, terms) if shared_u is None else shared_u)
     y = kept(_product(backend, x, w, tables, u, terms, None, out_dtype))
     before_gate = None
@@ -100,83 +107,91 @@ def _backward(backend, parts, gate, out_dtype, saved, dy):
 
 def gradients(backend, parts, x, w, tables, lora, u, dy):
     """dx and dlora of a product without a gate; u is that of its forward pass."""
-    terms = _terms(parts, lora)
-    starts = tuple(start for start, _ in terms)
-    pairs = tuple(pair for _, pair in terms)
-    b, scalings = tuple(p.b for p in pairs), tuple(p.scaling for p in pairs)
-    du = backend.shrink(dy, tables, b, starts, scalings) if pairs else ()
-    a = tuple(p.a for p in pairs)
-    dx = backend.product(dy, w, tables, du, a, (0,) * len(pairs), contract=1)
-    da = a_gradients(backend, pairs, x, du, tables)
-    of_pair = iter(
-        type(pair)(
-            da[i],
-            b_gradient(backend, pair, dy, start, u[i], tables),
-            scaling_gradient(backend, pair, x, dy, start, tables),
+    terms = terms_of_parts(parts, lora)
+    starts, firsts = (tuple(getattr(term, name) for term in terms) for name in ("start", "first"))
+    a, b, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in Lora._fields)
+    du = backend.shrink(dy, tables, b, starts, scalings, firsts) if terms else ()
+    dx = backend.product(dy, w, tables, du, a, (0,) * len(terms), firsts, contract=1)
+    da = a_gradients(backend, terms, x, du, tables)
+    count = sum(entry is not None for entry in lora)
+    of_term = [None] * len(terms)
+    for part in range(count):
+        its = slice(part, None, count)
+        of_term[its] = map(
+            Lora,
+            da[its],
+            b_gradients(backend, terms[its], dy, u[its], tables),
+            scaling_gradients(backend, terms[its], x, dy, tables),
         )
-        for i, (start, pair) in enumerate(terms)
-    )
-    dlora = tuple(None if pair is None else next(of_pair) for pair in lora)
-    return dx.astype(x.dtype), dlora
+    return dx.astype(x.dtype), in_form(lora, of_term)
 
 
 grouped_lora_matmul.defvjp(_forward, _backward)
 
 
-def _terms(parts, lora):
-    """(start column, pair) of each part that has adapters."""
-    starts = (sum(parts[:i]) for i in range(len(parts)))
-    return [(start, pair) for start, pair in zip(starts, lora, strict=True) if pair is not None]
-
-
 def _shrink(backend, x, tables, terms):
     if not terms:
         return ()
-    a, scalings = (tuple(getattr(pair, name) for _, pair in terms) for name in ("a", "scaling"))
-    return backend.shrink(x, tables, a, (0,) * len(terms), scalings)
+    a, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in ("a", "scaling"))
+    firsts = tuple(term.first for term in terms)
+    return backend.shrink(x, tables, a, (0,) * len(terms), scalings, firsts)
 
 
 def _product(backend, x, w, tables, u, terms, gate, out_dtype):
-    factors, starts = tuple(pair.b for _, pair in terms), tuple(start for start, _ in terms)
+    factors = tuple(term.pair.b for term in terms)
+    starts, firsts = (tuple(getattr(term, name) for term in terms) for name in ("start", "first"))
     return backend.product(
-        x, w, tables, u, factors, starts, contract=2, gate=gate, out_dtype=out_dtype
+        x, w, tables, u, factors, starts, firsts, contract=2, gate=gate, out_dtype=out_dtype
     )
 
 
-def a_gradients(backend, pairs, x, du, tables):
+def a_gradients(backend, terms, x, du, tables):
     """dA of all terms whose A has the same slots, groups and dtype together: x is read once."""
-    da = [None] * len(pairs)
-    kinds = [(pair.a.shape[:2], pair.a.dtype) for pair in pairs]
-    for shape, dtype in dict.fromkeys(kinds):
-        same = [i for i, kind in enumerate(kinds) if kind == (shape, dtype)]
-        lefts = tuple((du[i], _rank(pairs[i])) for i in same)
-        found = backend.outer(lefts, x, 0, x.shape[1], tables, shape, dtype)
+    da = [None] * len(terms)
+    kinds = [(term.first, term.pair.a.shape[:2], term.pair.a.dtype) for term in terms]
+    for first, shape, dtype in dict.fromkeys(kinds):
+        same = [i for i, kind in enumerate(kinds) if kind == (first, shape, dtype)]
+        lefts = tuple((du[i], _rank(terms[i])) for i in same)
+        found = backend.outer(lefts, x, 0, x.shape[1], tables, first, shape, dtype)
         for i, its in zip(same, found, strict=True):
             da[i] = its
     return da
 
 
-def _rank(pair):
-    return pair.a.shape[2]
+def _rank(term):
+    return term.pair.a.shape[2]
 
 
-def b_gradient(backend, pair, dy, start, u, tables):
-    """dB of one term."""
-    lefts, width = ((u, _rank(pair)),), pair.b.shape[3]
-    return backend.outer(lefts, dy, start, width, tables, pair.b.shape[:2], pair.b.dtype)[0]
+def b_gradients(backend, terms, dy, u, tables):
+    """dB of the terms of one part."""
+
+    def of_term(term, u):
+        b, lefts = term.pair.b, ((u, _rank(term)),)
+        where = term.start, b.shape[3], tables, term.first
+        return backend.outer(lefts, dy, *where, b.shape[:2], b.dtype)[0]
+
+    return list(map(of_term, terms, u))
 
 
-def scaling_gradient(backend, pair, x, dy, start, tables):
-    """Σ u · v of each bucket's rows, unscaled: the trace of Σ u ⊗ v.
+def scaling_gradients(backend, terms, x, dy, tables):
+    """Σ u · v of each bucket's rows, unscaled: the trace of Σ u ⊗ v. Of the terms of one part.
 
     Both are computed again, which `jit` drops when nobody asks for this gradient.
     """
-    (u,) = backend.shrink(x, tables, (pair.a,), (0,), (None,))
-    (v,) = backend.shrink(dy, tables, (pair.b,), (start,), (None,))
-    # v may be wider than the rank; the trace ends there.
-    v, exact = jnp.asarray(v), jnp.result_type(jnp.float32, x.dtype, pair.a.dtype)
-    slots, (more, groups) = pair.a.shape[0], pair.scaling.shape
-    lefts = ((u, _rank(pair)),)
-    (products,) = backend.outer(lefts, v, 0, v.shape[1], tables, (slots, groups), exact)
-    of_slots = jnp.trace(products, axis1=2, axis2=3).astype(pair.scaling.dtype)
-    return jnp.pad(of_slots, ((0, more - slots), (0, 0)))
+    a, b = (tuple(getattr(term.pair, name) for term in terms) for name in ("a", "b"))
+    starts, firsts = (tuple(getattr(term, name) for term in terms) for name in ("start", "first"))
+    zeros, ones = (0,) * len(terms), (None,) * len(terms)
+    u = backend.shrink(x, tables, a, zeros, ones, firsts)
+    v = backend.shrink(dy, tables, b, starts, ones, firsts)
+
+    def of_term(term, u, v):
+        a, scaling = term.pair.a, term.pair.scaling
+        # v may be wider than the rank; the trace ends there.
+        v, exact = jnp.asarray(v), jnp.result_type(jnp.float32, x.dtype, a.dtype)
+        slots, (more, groups) = a.shape[0], scaling.shape
+        lefts, shape = ((u, _rank(term)),), (slots, groups)
+        (products,) = backend.outer(lefts, v, 0, v.shape[1], tables, term.first, shape, exact)
+        of_slots = jnp.trace(products, axis1=2, axis2=3).astype(scaling.dtype)
+        return jnp.pad(of_slots, ((0, more - slots), (0, 0)))
+
+    return list(map(of_term, terms, u, v))

@@ -11,6 +11,8 @@ what its rows cost, and the same kernel serves decode (8 rows a tile) and prefil
         one adapter in the tile:    [ B: rank x F | u: rows x rank ]
         each run of rows of a slot: [ B: rank x F | u: 32 x rank ]     into a copy of the sums, from
                                                                        which a select takes its rows
+                                                       where ranks have classes: as many as the
+                                                       slot's class has
     ring of tiles:  [ words of the table | place and run end of each row ]
 
 What a tile is comes through shared memory too: read from global memory, its words would cost the
@@ -62,6 +64,7 @@ def product_kernel(
     w,
     terms: Terms | None,
     starts: tuple[int, ...],
+    firsts: tuple[int, ...],
     schedule: ProductSchedule,
     contract: int,
     gate: Gate | None,
@@ -73,7 +76,8 @@ def product_kernel(
 
     Args:
       x: [M, K]. w: [G, N, K] (contract 2) or [G, K, N] (contract 1).
-      starts: the first output column of each term.
+      starts: the first output column of each term. firsts: the first slot of its factor; terms
+        are class by class.
       out_dtype: x's, or float32 where there is no gate.
       interpreted: for the interpreter, which knows no layouts.
 
@@ -82,7 +86,7 @@ def product_kernel(
     """
     single_rows = tables.tiles is None
     layout = ProductLayout(
-        x, w, terms, starts, schedule, contract, gate, single_rows, interpreted, out_dtype
+        x, w, terms, starts, firsts, schedule, contract, gate, single_rows, interpreted, out_dtype
     )
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
@@ -314,7 +318,7 @@ class _Kernel:
                 column = tile.feature - (0 if layout.gate is not None else layout.starts[term])
                 plgpu.copy_gmem_to_smem(
                     self.factors[term].at[
-                        slot,
+                        its.rank_class.own(slot),
                         group,
                         pl.ds(first_rank, layout.rank_step),
                         pl.ds(column, self.schedule.features),
@@ -333,7 +337,7 @@ class _Kernel:
 
         for its in layout.sets():
             load = functools.partial(load_set, its)
-            step = lax.fori_loop(0, layout.steps_of(its, tile.feature), load, step)
+            step = lax.fori_loop(0, layout.steps_of(its, tile.feature, slot), load, step)
         return step
 
     # The consumer warpgroups.
@@ -431,18 +435,19 @@ class _Kernel:
 
     def whole_steps(self, tile):
         """Low-rank stages of a tile with one adapter; 0 for others."""
-        return jnp.where(self.feed.only_slot(tile) >= 0, self.steps_of_run(tile), 0)
+        slot = self.feed.only_slot(tile)
+        return jnp.where(slot >= 0, self.steps_of_run(tile, slot), 0)
 
-    def steps_of_run(self, tile):
-        return sum(self.layout.steps_of(its, tile.feature) for its in self.layout.sets())
+    def steps_of_run(self, tile, slot):
+        sets = self.layout.sets()
+        return sum(self.layout.steps_of(its, tile.feature, slot) for its in sets)
 
     def add_low_rank(self, tile, chunk, warpgroup, slot, first, stop, carry):
         """Adds u·B to the rows [first, stop) of a chunk."""
-        del slot
         s, layout = self.schedule, self.layout
         sums, step = carry
         begin = chunk[0].start
-        steps = self.steps_of_run(tile)
+        steps = self.steps_of_run(tile, slot)
         places = [(i, p) for i in range(layout.parts * s.blocks) for p in range(len(chunk))]
         rows = [(i, chunk[p].start - begin, chunk[p].width) for i, p in places]
 

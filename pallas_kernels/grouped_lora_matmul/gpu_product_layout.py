@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.grouped_lora_matmul.gpu_classes import RankClass, rank_classes
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     CHUNK,
     LINE,
@@ -26,7 +27,18 @@ class ProductLayout:
     """Sizes of one kernel, and its memory."""
 
     def __init__(
-        self, x, w, terms, starts, schedule, contract, gate, single_rows, interpreted, out_dtype
+        self,
+        x,
+        w,
+        terms,
+        starts,
+        firsts,
+        schedule,
+        contract,
+        gate,
+        single_rows,
+        interpreted,
+        out_dtype,
     ):
         self.single_rows, self.interpreted = single_rows, interpreted
         self.schedule, self.contract, self.gate, self.starts = schedule, contract, gate, starts
@@ -40,6 +52,7 @@ class ProductLayout:
         self.chunk = min(CHUNK, schedule.heights[-1])
         self.chunks = chunks(schedule.heights, self.chunk)
         self.terms = 0 if terms is None else len(terms.factors)
+        self.classes = rank_classes(tuple(dict.fromkeys(firsts)))
         self.ranks = () if terms is None else tuple(f.shape[2] for f in terms.factors)
         self.shared = () if terms is None else tuple(f.shape[1] == 1 for f in terms.factors)
         self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
@@ -65,6 +78,7 @@ class ProductLayout:
         s = self.schedule
         kind = "gated" if self.gate is not None else "product"
         lora = f"_r{max(self.ranks)}" if self.terms else ""
+        lora += f"_c{len(self.classes)}" if len(self.classes) > 1 else ""
         return f"lora_{kind}{lora}_k{self.k}_n{self.width}_f{s.features}_h{s.heights[-1]}"
 
     def scratch(self):
@@ -111,34 +125,48 @@ class ProductLayout:
         return (0 if self.single_rows else 1) + (2 if self.terms else int(self.single_rows))
 
     def sets(self) -> list[Set]:
-        """What is added after another: each term, or all at once if one stage may hold them.
+        """What is added after another, of each class: its terms, or all if a stage may hold them.
 
         It may where a gate has columns for each, or where all cover every column.
         """
-        cover = all(width == self.width for width in self.widths)
-        cover &= self.terms * self.rank_step <= 64
-        if self.gate is not None or cover:
-            return [Set(tuple(range(self.terms)), pl.cdiv(max(self.ranks), self.rank_step))]
-        return [Set((term,), pl.cdiv(rank, self.rank_step)) for term, rank in enumerate(self.ranks)]
+        parts = self.terms // len(self.classes)
+        cover = all(width == self.width for width in self.widths) and parts * self.rank_step <= 64
+        together = parts if self.gate is not None or cover else 1
 
-    def steps_of(self, its: Set, feature):
-        """Rank steps of a set in a tile that starts at a feature: none if it has other columns."""
+        def set_of(rank_class, begin):
+            steps = pl.cdiv(max(self.ranks[begin : begin + together]), self.rank_step)
+            return Set(rank_class, tuple(range(begin, begin + together)), steps)
+
+        return [
+            set_of(rank_class, number * parts + part)
+            for number, rank_class in enumerate(self.classes)
+            for part in range(0, parts, together)
+        ]
+
+    def steps_of(self, its: Set, feature, slot):
+        """Rank steps of a set for rows of a slot, in a tile that starts at a feature.
+
+        No step where the slot is of another class, or the terms are of other columns.
+        """
+        steps = its.rank_class.select(slot, its.steps, 0)
         start, width = self.starts[its.terms[0]], self.widths[its.terms[0]]
         if self.gate is not None or (start == 0 and width == self.width):
-            return its.steps
+            return steps
         apart = (feature >= start + width) | (feature + self.schedule.features <= start)
-        return jnp.where(apart, 0, its.steps)
+        return jnp.where(apart, 0, steps)
 
     def places_of_part(self, part):
         """Which of a stage's terms add to an accumulator part."""
         if self.gate is None:
             return range(self.terms_of_stage)
-        return [term for term in range(self.terms) if (self.starts[term] > 0) == (part > 0)]
+        terms = range(self.terms_of_stage)
+        return [term for term in terms if (self.starts[term] > 0) == (part > 0)]
 
 
 class Set(NamedTuple):
-    """Terms whose products share a stage, and their number of rank steps."""
+    """Terms of one class whose products share a stage, and their number of rank steps."""
 
+    rank_class: RankClass
     terms: tuple[int, ...]
     steps: int
 

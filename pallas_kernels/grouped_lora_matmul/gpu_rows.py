@@ -186,13 +186,18 @@ def _pieces(place) -> Pieces:
     return Pieces(number, jnp.zeros_like(row).at[index].set(row, unique_indices=True, mode="drop"))
 
 
-def runs_of_buckets(tables: Tables, slots: int, groups: int) -> Runs:
-    """Buckets are numbered slot * groups + group; with `groups` 1 they are slots."""
+def runs_of_buckets(tables: Tables, first_slot: int, slots: int, groups: int) -> Runs:
+    """Buckets are numbered slot * groups + group; with `groups` 1 they are slots.
+
+    Slots are `slots` from the first on, which is number 0 here.
+    """
     place, count = tables.place, slots * groups
     row = jnp.arange(place.shape[0], dtype=jnp.int32)
     starts = (row == 0) | (place != jnp.roll(place, 1))
     group = tables.group_of_row if groups > 1 else 0
-    bucket = jnp.where(starts & (tables.row_slots >= 0), tables.row_slots * groups + group, count)
+    slot = tables.row_slots - first_slot
+    counts = starts & (slot >= 0) & (slot < slots)
+    bucket = jnp.where(counts, slot * groups + group, count)
     if tables.in_order and groups > 1:
         begin, end = (
             jnp.zeros(count, jnp.int32).at[bucket].set(value, mode="drop", unique_indices=True)

@@ -4,7 +4,10 @@ A run (rows of one group and one slot) is one small product with its own A, so A
 once for each run, and a row never meets another slot's numbers. One unit of work is a piece of a
 run, or, for few rows, a block of rows with the runs in it.
 
-    D = A · xᵀ : [64 ranks, rows], all terms of one x together, summed over K in order
+    D = A · xᵀ : [64 ranks, rows], all parts of one x together, summed over K in order
+
+A part has a term for each rank class, all in the same columns of u: a run has a slot of one class,
+and its A alone is loaded. What the largest class has more ranks is loaded as zeros.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.grouped_lora_matmul.gpu_classes import rank_classes
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, group_of, slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
@@ -38,15 +42,12 @@ from pallas_kernels.hopper.store import store_rows
 class Columns:
     """u of one term: columns [first, first + rank) of an array that terms of one x share.
 
-    The array's other columns, and rows without an adapter, may hold anything.
+    The array's other columns, and rows without a slot of the term, may hold anything.
     """
 
     array: jax.Array
     first: int
     rank: int
-
-    def __getitem__(self, rows) -> Columns:
-        return Columns(self.array[rows], self.first, self.rank)
 
     def __jax_array__(self) -> jax.Array:
         return self.array[:, self.first : self.first + self.rank]
@@ -57,6 +58,7 @@ def shrink_kernel(
     tables: Tables,
     factors,
     scalings,
+    firsts: tuple[int, ...],
     start,
     width,
     schedule: ShrinkSchedule,
@@ -66,12 +68,15 @@ def shrink_kernel(
     """u of each term, for terms that share the columns [start, start + width) of x.
 
     Args:
-      x: [M, K]. factors: [S, G or 1, R, width] each. scalings: float32 [S, G or 1] each.
+      x: [M, K]. factors: [S, G or 1, R, width] each, those of all parts class by class.
+        scalings: float32 [S or more, G or 1] each.
+      firsts: the first slot of each class.
 
     Returns:
-      `Columns` for each term, in x's dtype. Ranks past R, up to the schedule's tile, are zero.
+      `Columns` for each term, in x's dtype. Ranks past R, up to what the schedule's tile makes of
+      the part's largest class, are zero.
     """
-    layout = _Layout(x, factors, scalings, start, width, schedule, interpreted)
+    layout = _Layout(x, factors, scalings, firsts, start, width, schedule, interpreted)
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
         out_type=jax.ShapeDtypeStruct((x.shape[0], layout.columns), x.dtype),
@@ -85,7 +90,7 @@ def shrink_kernel(
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
-        kernel_name=f"lora_shrink_r{max(layout.ranks)}_k{width}_x{len(factors)}",
+        kernel_name=layout.name(width),
     )
     u = kernel(
         x,
@@ -95,33 +100,52 @@ def shrink_kernel(
         *factors,
         *(s.reshape(-1) for s in scalings),
     )
-    return tuple(Columns(u, layout.column_of(term), rank) for term, rank in enumerate(layout.ranks))
+    ranks = (factor.shape[2] for factor in factors)
+    return tuple(
+        Columns(u, layout.column_of(term % layout.parts), rank) for term, rank in enumerate(ranks)
+    )
+
+
+def widest_ranks(factors, classes: int) -> tuple[int, ...]:
+    """The largest rank of each part, of terms class by class."""
+    ranks = [factor.shape[2] for factor in factors]
+    parts = len(ranks) // classes
+    return tuple(max(ranks[part::parts]) for part in range(parts))
 
 
 class _Layout:
     """Sizes of one kernel, and its memory."""
 
-    def __init__(self, x, factors, scalings, start, width, schedule, interpreted):
+    def __init__(self, x, factors, scalings, firsts, start, width, schedule, interpreted):
         self.interpreted = interpreted
         self.schedule, self.start, self.dtype = schedule, start, x.dtype
         self.rows = x.shape[0]
-        self.terms = len(factors)
-        self.ranks = tuple(factor.shape[2] for factor in factors)
+        self.terms, self.classes = len(factors), rank_classes(firsts)
+        self.parts = self.terms // len(firsts)
+        self.ranks = widest_ranks(factors, len(firsts))
         self.groups = tuple(factor.shape[1] for factor in factors)
         self.scaling_groups = tuple(s.shape[1] for s in scalings)
-        # Where the ranks of a term are among those that a unit multiplies.
+        # Where the ranks of a part are among those that a unit multiplies.
         self.first, self.owned = packed_columns(self.ranks, schedule.rank_tile)
         if schedule.apart:
-            self.first = (0,) * self.terms
+            self.first = (0,) * self.parts
         self.blocks = pl.cdiv(max(map(sum, zip(self.first, self.owned, strict=True))), 64)
-        self.terms_apart = self.terms if schedule.apart else 1
-        self.columns = 64 * self.blocks * self.terms_apart
+        self.parts_apart = self.parts if schedule.apart else 1
+        self.columns = 64 * self.blocks * self.parts_apart
         self.k_steps = pl.cdiv(width, 64 * SHRINK_STEPS)
-        self.units = pl.cdiv(self.rows, schedule.block or 1) * self.terms_apart
+        self.units = pl.cdiv(self.rows, schedule.block or 1) * self.parts_apart
 
-    def column_of(self, term):
-        """Where u of a term starts."""
-        return self.first[term] + (64 * self.blocks * term if self.schedule.apart else 0)
+    def name(self, width):
+        classes = f"_c{len(self.classes)}" if len(self.classes) > 1 else ""
+        return f"lora_shrink_r{max(self.ranks)}_k{width}_x{self.parts}{classes}"
+
+    def column_of(self, part):
+        """Where u of a part starts."""
+        return self.first[part] + (64 * self.blocks * part if self.schedule.apart else 0)
+
+    def terms_of(self, part):
+        """(class, term) of each class of a part."""
+        return zip(self.classes, range(part, self.terms, self.parts), strict=True)
 
     def scratch(self):
         s = self.schedule
@@ -133,7 +157,7 @@ class _Layout:
             a_stage=overlaid(two_views(a_shape, self.dtype), interpreted=self.interpreted),
             out=plgpu.SMEM((2, s.heights[-1], 64), self.dtype, transforms=stores),
             full=plgpu.Barrier(
-                num_arrivals=SHRINK_STEPS * (1 + self.terms // self.terms_apart),
+                num_arrivals=SHRINK_STEPS * (1 + self.parts // self.parts_apart),
                 num_barriers=s.stages,
             ),
             empty=plgpu.Barrier(num_arrivals=1, num_barriers=s.stages),
@@ -141,7 +165,7 @@ class _Layout:
 
 
 class _Run(NamedTuple):
-    term: jax.Array  # the unit's, where terms are apart
+    part: jax.Array  # the unit's, where parts are apart
     slot: jax.Array
     group: jax.Array
     row: jax.Array
@@ -195,15 +219,15 @@ def _for_pieces(layout: _Layout, program, count, place, run_end, piece_row, hand
 
 def _for_blocks(layout: _Layout, program, place, run_end, handle):
     """handle(run, step) for each adapted run of a program's blocks of rows."""
-    s, apart = layout.schedule, jnp.int32(layout.terms_apart)
+    s, apart = layout.schedule, jnp.int32(layout.parts_apart)
 
-    def run_at(term, row, end):
+    def run_at(part, row, end):
         found = place[row]
         rows = jnp.minimum(run_end[row], end) - row
-        return _Run(term, slot_of(found), group_of(found), row, rows)
+        return _Run(part, slot_of(found), group_of(found), row, rows)
 
-    def ended(term, end):
-        return _Run(term, jnp.int32(-1), jnp.int32(0), end, jnp.int32(0))
+    def ended(part, end):
+        return _Run(part, jnp.int32(-1), jnp.int32(0), end, jnp.int32(0))
 
     def block_of(i):
         number = program + i * s.programs
@@ -212,14 +236,14 @@ def _for_blocks(layout: _Layout, program, place, run_end, handle):
 
     def unit(i, state):
         first, step = state
-        term, _, end = block_of(i)
+        part, _, end = block_of(i)
         following = run_at(*block_of(i + 1))
 
         def run(state):
             found, step = state
             # Read before this run is worked on.
             row = found.row + found.rows
-            after = lax.cond(row < end, lambda: run_at(term, row, end), lambda: ended(term, end))
+            after = lax.cond(row < end, lambda: run_at(part, row, end), lambda: ended(part, end))
             step = lax.cond(
                 found.slot >= 0, lambda step: handle(found, step), lambda step: step, step
             )
@@ -260,7 +284,7 @@ class _Kernel:
                     def _wait():
                         plgpu.barrier_wait(self.empty.at[stage])
 
-                    self.load_part(run, height, (k * SHRINK_STEPS + warp) * 64, stage, warp)
+                    self.load_block(run, height, (k * SHRINK_STEPS + warp) * 64, stage, warp)
                     return step + 1
 
                 lax.fori_loop(0, self.layout.k_steps, k_step, first_step)
@@ -269,33 +293,39 @@ class _Kernel:
 
         return for_height(self.schedule.heights, run.rows, k_loop, step)
 
-    def load_part(self, run: _Run, height, column, stage, part):
+    def load_block(self, run: _Run, height, column, stage, block):
         layout, barrier = self.layout, self.full.at[stage]
         plgpu.copy_gmem_to_smem(
             self.x.at[pl.ds(run.row, height), pl.ds(layout.start + column, 64)],
-            self.x_load.at[stage, part, pl.ds(0, height)],
+            self.x_load.at[stage, block, pl.ds(0, height)],
             barrier,
         )
 
-        def load_factor(term):
+        def load_factor(part, term, slot):
             group = run.group if layout.groups[term] > 1 else 0
-            ranks = pl.ds(0, layout.owned[term])
+            # Past the ranks of its class: zeros.
+            ranks = pl.ds(0, layout.owned[part])
             plgpu.copy_gmem_to_smem(
-                self.factors[term].at[run.slot, group, ranks, pl.ds(column, 64)],
-                self.a_load.at[stage, part, pl.ds(layout.first[term], layout.owned[term])],
+                self.factors[term].at[slot, group, ranks, pl.ds(column, 64)],
+                self.a_load.at[stage, block, pl.ds(layout.first[part], layout.owned[part])],
                 barrier,
             )
 
-        for term in range(layout.terms):
-            load = functools.partial(load_factor, term)
+        def load_part(part):
+            for its, term in layout.terms_of(part):
+                load = functools.partial(load_factor, part, term, its.own(run.slot))
+                its.when(run.slot, load)
+
+        for part in range(layout.parts):
+            load = functools.partial(load_part, part)
             if layout.schedule.apart:
-                pl.when(run.term == term)(load)
+                pl.when(run.part == part)(load)
             else:
                 load()
 
     def compute_run(self, run: _Run, step):
         # Read while the factors are on their way.
-        scalings = [self.scaling(run, term) for term in range(self.layout.terms)]
+        scalings = [self.scaling(run, part) for part in range(self.layout.parts)]
 
         def product(height, step):
             def k_loop(*accumulators):
@@ -331,31 +361,36 @@ class _Kernel:
         plgpu.commit_smem()
         column = 64 * block
         if self.layout.schedule.apart:
-            column += 64 * self.layout.blocks * run.term
+            column += 64 * self.layout.blocks * run.part
         store_rows(buffer, self.u, run.row, run.rows, height, pl.ds(column, 64))
 
-    def scaling(self, run: _Run, term):
-        groups = self.layout.scaling_groups[term]
-        return self.scalings[term][run.slot * groups + (run.group if groups > 1 else 0)]
+    def scaling(self, run: _Run, part):
+        found = None
+        for its, term in self.layout.terms_of(part):
+            groups = self.layout.scaling_groups[term]
+            place = its.some(run.slot) * groups + (run.group if groups > 1 else 0)
+            value = self.scalings[term][place]
+            found = value if found is None else its.select(run.slot, value, found)
+        return found
 
     def scale(self, run: _Run, scalings, block, shape):
-        """Each term's scaling on its own ranks of a block."""
+        """Each part's scaling on its own ranks of a block."""
         layout = self.layout
         if layout.schedule.apart:
             own = scalings[0]
-            for term in range(1, layout.terms):
-                own = jnp.where(run.term == term, scalings[term], own)
+            for part in range(1, layout.parts):
+                own = jnp.where(run.part == part, scalings[part], own)
             return own
         inside = [
-            term
-            for term in range(layout.terms)
-            if layout.first[term] < 64 * (block + 1)
-            and layout.first[term] + layout.owned[term] > 64 * block
+            part
+            for part in range(layout.parts)
+            if layout.first[part] < 64 * (block + 1)
+            and layout.first[part] + layout.owned[part] > 64 * block
         ]
         factor = scalings[inside[0]]
         if len(inside) > 1:
             rank = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-            for term in inside[1:]:
-                here = rank >= layout.first[term] - 64 * block
-                factor = jnp.where(here, scalings[term], factor)
+            for part in inside[1:]:
+                here = rank >= layout.first[part] - 64 * block
+                factor = jnp.where(here, scalings[part], factor)
         return factor

@@ -18,7 +18,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     rank_tile,
     shrink_schedule,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel, widest_ranks
+from pallas_kernels.grouped_lora_matmul.lora import classes_of
 from pallas_kernels.routing_plan.api import local_groups
 
 MAX_RANK = 128
@@ -28,7 +29,7 @@ MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second 
 def check(x, w, lora, parts, out_dtype=None):
     """Raises NotImplementedError, with the shapes, for what the kernels cannot serve."""
     del out_dtype
-    pairs = [pair for pair in lora if pair is not None]
+    pairs = [pair for entry in lora for pair in classes_of(entry)]
 
     def refuse(why: str):
         ranks = [pair.a.shape[2] for pair in pairs]
@@ -68,60 +69,68 @@ def dispatch(x, groups: int, slots: int, group, token_slots, valid):
     return plan, gpu_spread.spread_rows(x, plan.position)
 
 
-def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None, out_dtype=None):
+def product(
+    x, w, tables: Tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None
+):
     """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`."""
     parts = 1 if gate is None else 2
     width = w.shape[3 - contract] // parts
     out_dtype = out_dtype or x.dtype
     schedule = product_schedule(x.shape[0], w.shape[0], width, parts, out_dtype.itemsize)
     terms = Terms(tuple(u), tuple(map(_whole_ranks, factors))) if factors else None
-    return product_kernel(tables, x, w, terms, tuple(starts), schedule, contract, gate, out_dtype)
+    where = tuple(starts), tuple(firsts)
+    return product_kernel(tables, x, w, terms, *where, schedule, contract, gate, out_dtype)
 
 
-def shrink(x, tables: Tables, factors, starts, scalings):
+def shrink(x, tables: Tables, factors, starts, scalings, firsts):
     """u of every term, as `gpu_shrink.Columns`; see `differentiable.py`."""
     factors = tuple(map(_whole_ranks, factors))
     scalings = tuple(
         jnp.ones((factor.shape[0], 1), jnp.float32) if scaling is None else scaling
         for factor, scaling in zip(factors, scalings, strict=True)
     )
-    columns = [(start, factor.shape[3]) for start, factor in zip(starts, factors, strict=True)]
-    ranks = tuple(factor.shape[2] for factor in factors)
-    # Of all terms: a product that takes them in the same steps reads u up to the last one's end.
+    firsts = tuple(dict.fromkeys(firsts))
+    parts = len(factors) // len(firsts)
+    columns = [(starts[part], factors[part].shape[3]) for part in range(parts)]
+    # A part's classes are in the same columns of u.
+    ranks = widest_ranks(factors, len(firsts))
+    # Of all parts: a product that takes them in the same steps reads u up to the last one's end.
     tile = rank_tile(max(ranks))
     u = [None] * len(factors)
-    # Terms of the same columns of x read them once.
+    # Parts of the same columns of x read them once.
     for start, width in dict.fromkeys(columns):
-        same = [term for term, its in enumerate(columns) if its == (start, width)]
+        same = [part for part, its in enumerate(columns) if its == (start, width)]
         for pack in _packs(same, ranks, tile):
+            terms = [first + part for first in range(0, len(factors), parts) for part in pack]
             found = shrink_kernel(
                 x,
                 tables,
-                tuple(factors[term] for term in pack),
-                tuple(scalings[term] for term in pack),
+                tuple(factors[term] for term in terms),
+                tuple(scalings[term] for term in terms),
+                firsts,
                 start,
                 width,
-                shrink_schedule(x.shape[0], tuple(ranks[term] for term in pack), tile),
+                shrink_schedule(x.shape[0], tuple(ranks[part] for part in pack), tile),
             )
-            for term, its in zip(pack, found, strict=True):
+            for term, its in zip(terms, found, strict=True):
                 u[term] = its
     return tuple(u)
 
 
-def _packs(terms, ranks, tile):
-    """The terms in as many kernels as their ranks need."""
+def _packs(parts, ranks, tile):
+    """The parts in as many kernels as their ranks need."""
     packs = [[]]
-    for term in terms:
-        _, owned = packed_columns([ranks[i] for i in (*packs[-1], term)], tile)
+    for part in parts:
+        _, owned = packed_columns([ranks[i] for i in (*packs[-1], part)], tile)
         if packs[-1] and sum(owned) > 64 * MAX_BLOCKS:
             packs.append([])
-        packs[-1].append(term)
+        packs[-1].append(part)
     return packs
 
 
-def outer(lefts, right, start, width, tables: Tables, shape, dtype):
+def outer(lefts, right, start, width, tables: Tables, first: int, shape, dtype):
     """The sums of u[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
-    runs = gpu_rows.runs_of_buckets(tables, *shape)
+    runs = gpu_rows.runs_of_buckets(tables, first, *shape)
     array, columns = _one_array(lefts)
     sums = outer_kernel(array, columns, right, start, width, runs, dtype)
     return tuple(its.reshape(*shape, *its.shape[1:]) for its in sums)

@@ -12,11 +12,18 @@ from jax import lax
 
 from pallas_kernels.grouped_lora_matmul import tpu_schedule, tpu_tasks
 from pallas_kernels.grouped_lora_matmul.joined_terms import joined_terms
+from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
 from pallas_kernels.grouped_lora_matmul.tpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.tpu_product import Term, product_kernel
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import LANES, itemsize
 from pallas_kernels.grouped_lora_matmul.tpu_shrink import shrink_kernel
-from pallas_kernels.grouped_lora_matmul.tpu_tasks import Route, Tables, row_runs, row_tasks
+from pallas_kernels.grouped_lora_matmul.tpu_tasks import (
+    Route,
+    Tables,
+    row_runs,
+    row_tasks,
+    rows_of_slots,
+)
 from pallas_kernels.routing_plan.api import routing_plan
 
 DTYPES = (jnp.bfloat16, jnp.float32)
@@ -29,12 +36,14 @@ def check(x, w, lora, parts, out_dtype=None):
     - widths whose tiles do not fit in VMEM. An N that is no multiple of 16 (float32: 8), or a K
       that is none of 128, cannot be cut: on a TPU of 64 MiB, N x K up to about 13 million (float32:
       4 million). Others may have tens of thousands of columns;
-    - so many slots that the gradients' sums of one group, or of a shared factor, do not fit in VMEM
-      (on 64 MiB, slots x ranks up to 52,000; the ranks of A's that are added up together count
-      together), or more than 229,000 scalings of slots and groups, which lie in scalar memory;
+    - so many slots of one rank class that the gradients' sums of one group, or of a shared factor,
+      do not fit in VMEM (on 64 MiB, slots x ranks up to 52,000; the ranks of A's that are added up
+      together count together), or more than 229,000 scalings of slots and groups, which lie in
+      scalar memory;
     - more than nine million rows, whose tasks lie there too.
     """
-    pairs = [pair for pair in lora if pair is not None]
+    classes = _classes(lora)
+    pairs = [pair for its in classes for pair in its]
 
     def refuse(why: str):
         ranks = [pair.a.shape[2] for pair in pairs]
@@ -47,13 +56,19 @@ def check(x, w, lora, parts, out_dtype=None):
     if any(array.dtype not in DTYPES for array in arrays):
         refuse("x, w and adapters must be bfloat16 or float32")
     try:
-        _schedule_all(x, w, pairs, parts, out_dtype)
+        _schedule_all(x, w, classes, parts, out_dtype)
     except NotImplementedError as error:
         refuse(str(error))
 
 
-def _schedule_all(x, w, pairs, parts, out_dtype):
+def _classes(lora) -> list[tuple[Lora, ...]]:
+    """The pairs of each rank class, part by part."""
+    return list(zip(*filter(None, map(classes_of, lora)), strict=True))
+
+
+def _schedule_all(x, w, classes, parts, out_dtype):
     """Everything that the forward and backward pass schedule; raises what they would."""
+    pairs = [pair for its in classes for pair in its]
     device = tpu_schedule.current_device()
     rows, (_, n, k) = max(x.shape[0], 1), w.shape
     # With a shared width the product may be gated: gate and up are two halves.
@@ -73,13 +88,14 @@ def _schedule_all(x, w, pairs, parts, out_dtype):
         terms = tuple((f.shape[2], f.shape[3], itemsize(f.dtype)) for f in factors)
         tpu_schedule.shrink_schedule(rows, (width,), size, terms, device)
     tpu_schedule.check_scalings(sum(math.prod(pair.scaling.shape) for pair in pairs))
-    for slots, rank, width in _outers(pairs):
-        tpu_schedule.outer_schedule(rows, slots, rank, width, size, size, device)
+    for its in classes:
+        for slots, rank, width in _outers(its):
+            tpu_schedule.outer_schedule(rows, slots, rank, width, size, size, device)
 
 
 def _outers(pairs):
-    """Slots, rank and width of the gradients' products: of B alone, of A together where the slots,
-    groups and dtype are the same."""
+    """Slots, rank and width of one class's gradients' products: of B alone, of A together where the
+    slots, groups and dtype are the same."""
     ranks_of_a = {}
     for pair in pairs:
         slots, groups, rank, k = pair.a.shape
@@ -116,7 +132,17 @@ def dispatch(x, groups: int, slots: int, group, token_slots, valid):
     return Route(found.token, found.position, row_tables), x[found.token]
 
 
-def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None, out_dtype=None):
+def _of_classes(tables: Tables, factors, firsts) -> tuple[Tables, tuple[int, ...]]:
+    """Tables in which rows of other slots than the factors' have none, and where each factor's
+    slots begin in them. One class is numbered as if there were no others."""
+    first = min(firsts)
+    ranges = dict.fromkeys((its, f.shape[0]) for its, f in zip(firsts, factors, strict=True))
+    return rows_of_slots(tables, first, ranges), tuple(its - first for its in firsts)
+
+
+def product(
+    x, w, tables: Tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None
+):
     """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`.
 
     The kernel's result has x's dtype: for another one x is converted.
@@ -139,14 +165,19 @@ def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None, ou
     fitted = [
         _fit(factor, start, n, schedule) for factor, start in zip(factors, starts, strict=True)
     ]
+    runs = None
+    if factors:
+        tables, firsts = _of_classes(tables, factors, firsts)
+        runs = row_runs(tables, schedule.block_m, by_group=True)
     return product_kernel(
         row_tasks(tables.ends, rows, schedule.block_m),
-        row_runs(tables, schedule.block_m, by_group=True) if factors else None,
+        runs,
         x,
         w,
         tuple(u),
         tuple(factor for factor, _ in fitted),
         tuple(term for _, term in fitted),
+        firsts,
         contract,
         gate,
         schedule,
@@ -175,7 +206,7 @@ def _fit(factor, start: int, n: int, schedule):
     return factor, Term(half, start - before, before + width + after, kept)
 
 
-def shrink(x, tables: Tables, factors, starts, scalings):
+def shrink(x, tables: Tables, factors, starts, scalings, firsts):
     """u of every term, in x's dtype; see `differentiable.py`."""
     rows = x.shape[0]
     if rows == 0:
@@ -184,18 +215,8 @@ def shrink(x, tables: Tables, factors, starts, scalings):
         jnp.ones((factor.shape[0], 1), jnp.float32) if scaling is None else scaling
         for factor, scaling in zip(factors, scalings, strict=True)
     )
-    # A copy's or a block's columns start at a lane tile; other parts of x are cut out first.
-    sources, of_term, columns = [x], [], []
-    for factor, start in zip(factors, starts, strict=True):
-        if start % LANES == 0:
-            of_term.append(0)
-            columns.append(start)
-        else:
-            of_term.append(len(sources))
-            columns.append(0)
-            sources.append(x[:, start : start + factor.shape[3]])
-    if 0 not in of_term:
-        sources, of_term = sources[1:], [source - 1 for source in of_term]
+    widths = (factor.shape[3] for factor in factors)
+    sources, of_term, columns = _sources(x, tuple(zip(starts, widths, strict=True)))
     device = tpu_schedule.current_device()
     tpu_schedule.check_scalings(sum(scaling.size for scaling in scalings))
     schedule = tpu_schedule.shrink_schedule(
@@ -206,15 +227,32 @@ def shrink(x, tables: Tables, factors, starts, scalings):
         device,
     )
     by_group = any(array.shape[1] > 1 for array in (*factors, *scalings))
+    tables, firsts = _of_classes(tables, factors, firsts)
     runs = row_runs(tables, schedule.block_m, by_group=by_group)
     scalings = tuple(scaling.astype(jnp.float32) for scaling in scalings)
     return shrink_kernel(
-        runs, scalings, tuple(sources), factors, tuple(of_term), tuple(columns), schedule, device
+        runs, scalings, sources, factors, firsts, of_term, columns, schedule, device
     )
 
 
-def outer(lefts, right, start, width, tables: Tables, shape, dtype):
+def _sources(x, parts):
+    """Arrays that have all parts (start, width) of x's columns; which one has each, and from where.
+
+    A copy's or a block's columns start at a lane tile; other parts of x are cut out first, once
+    for all rank classes.
+    """
+    whole = (0, x.shape[1])
+    cuts = [whole if start % LANES == 0 else (start, width) for start, width in parts]
+    different = list(dict.fromkeys(cuts))
+    sources = tuple(x if cut == whole else x[:, cut[0] : sum(cut)] for cut in different)
+    of_part = tuple(different.index(cut) for cut in cuts)
+    columns = tuple(start - cut[0] for (start, _), cut in zip(parts, cuts, strict=True))
+    return sources, of_part, columns
+
+
+def outer(lefts, right, start, width, tables: Tables, first, shape, dtype):
     """The sums of u[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
+    tables = rows_of_slots(tables, first, [(first, shape[0])])
 
     def product(left):
         return _sums_of_buckets(left, right, start, width, tables, shape)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pallas_kernels.grouped_lora_matmul.lora import classes_of
+
 
 def grouped_lora_matmul(x, w, group_sizes, row_slots=None, lora=(), *, parts=None):
     """Same arguments and result as the public function, in float64."""
@@ -14,11 +16,21 @@ def grouped_lora_matmul(x, w, group_sizes, row_slots=None, lora=(), *, parts=Non
     for row, group in enumerate(group_of_row):
         y[row] = w[group] @ x[row]
         start = 0
-        for width, pair in zip(parts, lora, strict=False):
-            if pair is not None and row_slots[row] >= 0:
-                y[row, start : start + width] += _delta(x[row], pair, int(row_slots[row]), group)
+        for width, entry in zip(parts, lora, strict=False):
+            if entry is not None and row_slots[row] >= 0:
+                pair, slot = _class_of(entry, int(row_slots[row]))
+                y[row, start : start + width] += _delta(x[row], pair, slot, group)
             start += width
     return y
+
+
+def _class_of(entry, slot):
+    """The rank class that has a slot, and the slot's number in it."""
+    for pair in classes_of(entry):
+        if slot < len(pair.a):
+            return pair, slot
+        slot -= len(pair.a)
+    raise IndexError("a row's slot is past those of the last rank class")
 
 
 def _delta(x, pair, slot, group):

@@ -29,6 +29,7 @@ DEVICES = {
     "tpu7x": Device(64 << 20),
 }
 ITEM = 2  # bytes of a bfloat16
+SlotRange = tuple[int, int]  # the first one, and how many: those of a rank class
 
 
 class Moved(NamedTuple):
@@ -67,8 +68,14 @@ def random_routing(shape: ExpertShape, tokens: int, slots: int, seed: int = 0) -
     return Routing(sizes.astype(np.int32), row_slots[order].astype(np.int32))
 
 
-def product_bytes(shape: ProductShape, routing: Routing, device: Device) -> Moved:
-    """What one product moves; factors differ by group."""
+def product_bytes(
+    shape: ProductShape, routing: Routing, device: Device, slots: tuple[SlotRange, ...] = ()
+) -> Moved:
+    """What one product moves; factors differ by group.
+
+    Args:
+      slots: those of each term's factor. Default: all of them, one rank class.
+    """
     s = tpu_schedule.product_schedule(shape, device)
     rows, columns = shape.rows, shape.halves * shape.n
     rows_of = _tables(routing)
@@ -79,23 +86,26 @@ def product_bytes(shape: ProductShape, routing: Routing, device: Device) -> Move
     changes = np.concatenate([[True], tiles[1:] != tiles[:-1]])
     rows_of_pass = int(np.minimum(s.block_m, rows - tiles[changes] * s.block_m).sum())
     passes = s.n_tiles if tiles[0] != tiles[-1] else s.cores
-    runs = _visits(rows_of, s.block_m)
+    slots = slots or (_all_slots(routing),) * len(shape.terms)
+    of_class = {its: _with_slots(routing, its) for its in slots}
+    runs = {its: _visits(_tables(rows), s.block_m) for its, rows in of_class.items()}
+    buckets = {its: _buckets(rows) for its, rows in of_class.items()}
     x = passes * rows_of_pass * shape.k * shape.x_bytes
     y = rows * shape.n * shape.x_bytes
     u = sum(passes * rows_of_pass * _lanes(rank) * shape.x_bytes for rank, *_ in shape.terms)
-    factors, buckets, copies = 0, _buckets(routing), 0
-    for rank, start, width, size in shape.terms:
+    factors, copies = 0, 0
+    for (rank, start, width, size), its in zip(shape.terms, slots, strict=True):
         moved = width
         if not tpu_schedule.fits(start % shape.n, width, shape.n, s.n_tiles, s.block_n):
             unit = LANES if s.n_tiles == 1 else s.block_n
             moved = round_up(start % unit + width, unit)
-            slots = int(routing.row_slots.max()) + 1
-            copies += slots * len(routing.group_sizes) * rank * (width + moved) * size
-        factors += runs * rank * moved * size
+            copies += its[1] * len(routing.group_sizes) * rank * (width + moved) * size
+        factors += runs[its] * rank * moved * size
     weights = int(active) * columns * shape.k * shape.w_bytes
     least = weights + rows * (shape.k + shape.n) * shape.x_bytes
-    for rank, _, width, size in shape.terms:
-        least += rows * rank * shape.x_bytes + buckets * rank * width * size
+    for (rank, _, width, size), its in zip(shape.terms, slots, strict=True):
+        adapted = int(np.count_nonzero(of_class[its].row_slots >= 0))
+        least += adapted * rank * shape.x_bytes + buckets[its] * rank * width * size
     words = passes * len(set(tiles.tolist())) * 3 * s.block_m * 4 if shape.terms else 0
     return Moved(weights, x + y, u + factors + copies, words, least)
 
@@ -123,6 +133,17 @@ def outer_bytes(slots: int, rank: int, width: int, routing: Routing, device: Dev
     left = column_tiles * rows * _lanes(rank) * ITEM
     words = column_tiles * round_up(rows, s.block_m) * 3 * 4
     return Moved(0, right, left + sums, words, right + rows * rank * ITEM + sums)
+
+
+def _all_slots(routing: Routing) -> SlotRange:
+    return 0, int(routing.row_slots.max()) + 1
+
+
+def _with_slots(routing: Routing, slots: SlotRange) -> Routing:
+    """The routing with an adapter in the rows of these slots alone."""
+    first, count = slots
+    place = routing.row_slots - first
+    return routing._replace(row_slots=np.where((place >= 0) & (place < count), place, -1))
 
 
 def _lanes(columns: int) -> int:

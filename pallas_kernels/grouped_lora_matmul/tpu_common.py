@@ -1,6 +1,9 @@
-"""What the TPU kernels share: dots, loops over windows and steps, and the walk over runs."""
+"""What the TPU kernels share: dots, loops over windows and steps, and the walk over runs and their
+rank classes."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +137,24 @@ class Runs:
     def _do(self, row, buffer, act):
         row = self._last(row)
         self.copy(self.table[SLOT, row], self.table[GROUP, row], buffer, act)
+
+
+def with_class(slot, firsts, factors, body):
+    """Calls body(terms, slot in their factors) for the rank class that a slot is of.
+
+    Slots count through all classes; nothing is compared where there is one.
+
+    Args:
+      firsts: the number of each term's first slot; terms of one class have the same.
+      factors: one [S, ...] for each term, S slots of that class.
+    """
+    for first in dict.fromkeys(firsts):
+        terms = [i for i, its in enumerate(firsts) if its == first]
+        if len(terms) == len(firsts):
+            body(terms, slot)
+            return
+        inside = (slot >= first) & (slot < first + factors[terms[0]].shape[0])
+        pl.when(inside)(functools.partial(body, terms, slot - first))
 
 
 def factor_of(factor, slot, group):

@@ -4,6 +4,7 @@
     1. start the copies of the low-rank factors of the task's first runs
     2. for each piece of the group's W:  acc[window] += x[window] · W, in fixed steps along K
     3. for each run of one slot:         acc[window] = select(rows of the run, acc + u·B, acc)
+       with the terms of the slot's rank class: no others' factors are read
     4. y[window] = select(rows of the task, acc, y)
 
 W stays in VMEM while a group's tasks last, and pieces of the next groups arrive in the slots that
@@ -37,6 +38,7 @@ from pallas_kernels.grouped_lora_matmul.tpu_common import (
     nbytes,
     rows_within,
     windows,
+    with_class,
 )
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import (
     K_STEP,
@@ -76,6 +78,7 @@ def product_kernel(
     u,
     factors,
     terms: tuple[Term, ...],
+    firsts: tuple[int, ...],
     contract: int,
     gate: Gate | None,
     schedule: ProductSchedule,
@@ -87,6 +90,7 @@ def product_kernel(
       tasks, runs: for the schedule's block_m; runs may be None without terms.
       x: [M, K]. w: [G, halves, N, K] (contract 2) or [G, K, N] (contract 1).
       u: one [M, R] for each term. factors: one [S, G or 1, R, width of the term] each.
+      firsts: the number of the first slot of each; 0 where there is one rank class.
 
     Returns:
       [M, N] in x's dtype (N of one half when gated).
@@ -94,7 +98,7 @@ def product_kernel(
     s = schedule
     rows, k = x.shape
     halves, n = (w.shape[1], w.shape[2]) if contract == 2 else (1, w.shape[2])
-    layout = _Layout(s, contract, gate, terms, k, n, halves)
+    layout = _Layout(s, contract, gate, terms, firsts, k, n, halves)
     tiles_of_core = s.n_tiles // s.cores
 
     def by_row(core, j, t, counts, tile, *_):
@@ -157,6 +161,7 @@ class _Layout:
     contract: int
     gate: Gate | None
     terms: tuple[Term, ...]
+    firsts: tuple[int, ...]
     k: int
     n: int
     halves: int
@@ -201,10 +206,19 @@ def _kernel(layout: _Layout, *refs):
     @pl.when(jnp.logical_not(past_the_end))
     def _():
         def copy(slot, _, buffer, act):
-            for i, term in enumerate(layout.terms):
-                source = factor_of(factors[i], slot, tasks.group[t])
-                places = run_ring[i].at[buffer], run_arrived[i].at[buffer]
-                _copy_factor(layout, term, column_tile, source, *places, act)
+            def of_class(its_terms, slot):
+                for i in its_terms:
+                    source = factor_of(factors[i], slot, tasks.group[t])
+                    places = run_ring[i].at[buffer], run_arrived[i].at[buffer]
+                    _copy_factor(layout, layout.terms[i], column_tile, source, *places, act)
+
+            with_class(slot, layout.firsts, factors, of_class)
+
+        def add(slot, lo, hi, buffer):
+            def of_class(its_terms, _):
+                _add_run(layout, its_terms, acc, u, run_ring, column_tile, lo, hi, buffer)
+
+            with_class(slot, layout.firsts, factors, of_class)
 
         if terms:
             runs = Runs(table, lo, hi, copy, s.run_buffers)
@@ -212,7 +226,6 @@ def _kernel(layout: _Layout, *refs):
         multiply = _multiply_forward if layout.contract == 2 else _multiply_backward
         multiply(layout, x, acc, weights, j, t, lo, hi)
         if terms:
-            add = functools.partial(_add_run, layout, acc, u, run_ring, column_tile)
             runs.each(ahead, add)
         _store(layout, y, acc, lo, hi)
 
@@ -426,9 +439,11 @@ def _copy_factor(layout: _Layout, term: Term, column_tile, source, target, semap
         _last_or_whole(last, term.width % width or width, width, copy)
 
 
-def _add_run(layout: _Layout, acc, u, run_ring, column_tile, slot, lo, hi, buffer):
+def _add_run(layout: _Layout, terms, acc, u, run_ring, column_tile, lo, hi, buffer):
+    """Adds those terms to the rows of a run."""
     s = layout.schedule
-    for i, term in enumerate(layout.terms):
+    for i in terms:
+        term = layout.terms[i]
         needed = _needed(s, term, column_tile)
         add = functools.partial(
             _add_term, layout, term, acc, u[i], run_ring[i], column_tile, lo, hi, buffer

@@ -2,9 +2,11 @@
 
     grid: tiles of rows
     for each run of one slot and group: its A arrives from HBM, several runs ahead;
-        u[window] = select(rows of the run, scaling · Σ x[window]·Aᵀ in fixed steps, u)
+        for the terms of the slot's rank class:
+            u[window] = select(rows of the run, scaling · Σ x[window]·Aᵀ in fixed steps, u)
 
-x is read once for all terms. Rows without an adapter are not written: they hold anything.
+x is read once for all terms. Rows without an adapter, and a term's rows of other rank classes, are
+not written: they hold anything.
 """
 
 from __future__ import annotations
@@ -25,19 +27,29 @@ from pallas_kernels.grouped_lora_matmul.tpu_common import (
     nbytes,
     rows_within,
     windows,
+    with_class,
 )
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import K_STEP, Device, ShrinkSchedule
 from pallas_kernels.grouped_lora_matmul.tpu_tasks import GROUP
 
 
 def shrink_kernel(
-    runs, scalings, sources, factors, of_term, columns, schedule: ShrinkSchedule, device: Device
+    runs,
+    scalings,
+    sources,
+    factors,
+    firsts: tuple[int, ...],
+    of_term,
+    columns,
+    schedule: ShrinkSchedule,
+    device: Device,
 ):
     """Runs the kernel.
 
     Args:
       runs: int32 [tiles, 3, block_m]. scalings: float32 [S, G or 1] for each term.
       sources: one or more [M, width]. factors: one [S, G or 1, R, width] for each term.
+      firsts: the number of the first slot of each; 0 where there is one rank class.
       of_term, columns: each term's source and its first column there, a multiple of 128.
 
     Returns:
@@ -57,7 +69,7 @@ def shrink_kernel(
     width = max(factor.shape[2] for factor in factors)
     scratch.append(pltpu.VMEM((s.heights[-1], width), jnp.float32))
     found = pl.pallas_call(
-        functools.partial(_kernel, s, len(sources), of_term, columns, groups),
+        functools.partial(_kernel, s, len(sources), firsts, of_term, columns, groups),
         out_shape=[jax.ShapeDtypeStruct((rows, rank), dtype) for rank in ranks],
         grid_spec=pl.GridSpec(
             grid=(runs.shape[0],),
@@ -85,7 +97,7 @@ def shrink_kernel(
     return tuple(found)
 
 
-def _kernel(s: ShrinkSchedule, source_count, of_term, columns, groups, table, *refs):
+def _kernel(s: ShrinkSchedule, source_count, firsts, of_term, columns, groups, table, *refs):
     terms = len(of_term)
     scalings, refs = refs[:terms], refs[terms:]
     sources, refs = refs[:source_count], refs[source_count:]
@@ -93,14 +105,20 @@ def _kernel(s: ShrinkSchedule, source_count, of_term, columns, groups, table, *r
     ring, arrived, acc = refs[:-1:2], refs[1:-1:2], refs[-1]
 
     def copy(slot, group, buffer, act):
-        for i, factor in enumerate(factors):
-            source = factor_of(factor, slot, group)
-            act(pltpu.make_async_copy(source, ring[i].at[buffer], arrived[i].at[buffer]))
+        def of_class(its_terms, slot):
+            for i in its_terms:
+                source = factor_of(factors[i], slot, group)
+                act(pltpu.make_async_copy(source, ring[i].at[buffer], arrived[i].at[buffer]))
+
+        with_class(slot, firsts, factors, of_class)
 
     def multiply(slot, lo, hi, buffer):
-        for i in range(terms):
-            group = table[GROUP, lo] if groups[i] > 1 else 0
-            _multiply(i, lo, hi, buffer, scalings[i][slot * groups[i] + group])
+        def of_class(its_terms, slot):
+            for i in its_terms:
+                group = table[GROUP, lo] if groups[i] > 1 else 0
+                _multiply(i, lo, hi, buffer, scalings[i][slot * groups[i] + group])
+
+        with_class(slot, firsts, factors, of_class)
 
     def _multiply(i, lo, hi, buffer, scale):
         x, rank, width = sources[of_term[i]], factors[i].shape[2], factors[i].shape[3]

@@ -7,6 +7,7 @@ group, where factors differ by group). Rows in a table count from their tile's f
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -47,6 +48,16 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     group = count_below(ends, jnp.arange(rows, dtype=jnp.int32))
     slots = jnp.where(group < groups, jnp.maximum(row_slots, -1), -1)
     return Tables(ends, slots.astype(jnp.int32), jnp.minimum(group, groups - 1))
+
+
+def rows_of_slots(tables: Tables, first: int, ranges) -> Tables:
+    """The tables of the rows whose slots some (first slot, count) of `ranges` has; other rows have
+    no adapter there. Slots count from `first` on."""
+    slots = tables.row_slots
+    inside = functools.reduce(
+        jnp.logical_or, ((slots >= low) & (slots < low + count) for low, count in ranges)
+    )
+    return tables._replace(row_slots=jnp.where(inside, slots - first, -1))
 
 
 class Tasks(NamedTuple):

@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.grouped_lora_matmul import xla
 from pallas_kernels.grouped_lora_matmul.base_product import tiles
 from pallas_kernels.grouped_lora_matmul.gate import gated_columns
+from pallas_kernels.grouped_lora_matmul.lora import has_slot
 
 
 class Tile(NamedTuple):
@@ -64,7 +65,9 @@ def tile_of(rows: int, groups: int, width: int) -> Tile:
     return TALL if tiles > MOST_LOW or jax.default_backend() == "cpu" else LOW
 
 
-def product(x, w, tables: xla.Tables, u, factors, starts, *, contract, gate=None, out_dtype=None):
+def product(
+    x, w, tables: xla.Tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None
+):
     """See `differentiable.py`."""
     rows, width, groups = x.shape[0], w.shape[3 - contract], w.shape[0]
     sizes = tables.group_sizes
@@ -73,12 +76,13 @@ def product(x, w, tables: xla.Tables, u, factors, starts, *, contract, gate=None
     tile = tile_of(rows, groups, width)
     count, *words = tiles(sizes.astype(jnp.int32), rows, tile.rows)
     terms = [
-        (its, factor.reshape(-1, *factor.shape[-2:]), xla.matrix_of_row(tables, factor))
-        for its, factor in zip(u, factors, strict=True)
+        (its, factor.reshape(-1, *factor.shape[-2:]), xla.matrix_of_row(tables, factor, first))
+        for its, factor, first in zip(u, factors, firsts, strict=True)
     ]
+    spans = [(first, factor.shape[0]) for first, factor in zip(firsts, factors, strict=True)]
     flat = [array for term in terms for array in term]
     call = pl.pallas_call(
-        functools.partial(_product_kernel, tile, rows, contract, starts, len(flat)),
+        functools.partial(_product_kernel, tile, rows, contract, starts, spans, len(flat)),
         # Tiles write their full height where the interpreter runs; rows past the end are cut off.
         out_shape=jax.ShapeDtypeStruct((rows + tile.rows, width), jnp.float32),
         grid=(words[0].shape[0], pl.cdiv(width, tile.columns)),
@@ -93,7 +97,7 @@ def product(x, w, tables: xla.Tables, u, factors, starts, *, contract, gate=None
 
 
 def _product_kernel(
-    tile, rows, contract, starts, flat, count, group, first, left, slots, x, w, *refs
+    tile, rows, contract, starts, spans, flat, count, group, first, left, slots, x, w, *refs
 ):
     terms, y = refs[:flat], refs[flat]
     number, (depth, width) = pl.program_id(0), _kn(w, contract)
@@ -125,7 +129,8 @@ def _product_kernel(
     slot = plgpu.load(slots.at[row], mask=real_row, other=-1)
     for term, start in enumerate(starts):
         u, factor, index = terms[3 * term : 3 * term + 3]
-        total = _expand(total, row, column - start, slot >= 0, u, factor, index)
+        mine = has_slot(slot, *spans[term])
+        total = _expand(total, row, column - start, mine, u, factor, index)
     plgpu.store(y.at[row, column], total, mask=real_row & (column < width))
 
 
@@ -135,7 +140,7 @@ def _kn(w, contract):
 
 
 def _expand(total, row, column, adapted, u, factor, index):
-    """The sums plus u · B, rank after rank, of the rows that have an adapter."""
+    """The sums plus u · B, rank after rank, of the rows that have one of its adapters."""
     matrices, ranks, width = factor.shape
     matrix = plgpu.load(index.at[row], mask=adapted, other=0)
     inside = adapted & (column >= 0) & (column < width)
@@ -148,14 +153,14 @@ def _expand(total, row, column, adapted, u, factor, index):
     return lax.fori_loop(0, ranks, add, total)
 
 
-def shrink(x, tables: xla.Tables, factors, starts, scalings):
+def shrink(x, tables: xla.Tables, factors, starts, scalings, firsts):
     """See `differentiable.py`; u is float32."""
     results = []
-    for factor, start, scaling in zip(factors, starts, scalings, strict=True):
-        index = xla.matrix_of_row(tables, factor)
+    for factor, start, scaling, first in zip(factors, starts, scalings, firsts, strict=True):
+        index = xla.matrix_of_row(tables, factor, first)
         flat = factor.reshape(-1, *factor.shape[-2:])
         call = pl.pallas_call(
-            functools.partial(_shrink_kernel, start),
+            functools.partial(_shrink_kernel, start, (first, factor.shape[0])),
             out_shape=jax.ShapeDtypeStruct((x.shape[0], flat.shape[1]), jnp.float32),
             grid=(x.shape[0],),
             compiler_params=plgpu.CompilerParams(num_warps=4),
@@ -164,16 +169,16 @@ def shrink(x, tables: xla.Tables, factors, starts, scalings):
         )
         u = call(tables.row_slots, index, x, flat)
         if scaling is not None:
-            u = u * scaling.reshape(-1)[xla.matrix_of_row(tables, scaling)][:, None]
+            u = u * scaling.reshape(-1)[xla.matrix_of_row(tables, scaling, first)][:, None]
         results.append(u)
     return tuple(results)
 
 
-def _shrink_kernel(start, slots, index, x, factor, u):
+def _shrink_kernel(start, span, slots, index, x, factor, u):
     row, (_, ranks, depth) = pl.program_id(0), factor.shape
     height = pl.next_power_of_2(ranks)
     rank = lax.broadcasted_iota(jnp.int32, (height, 1), 0)
-    matrix, adapted = index[row], slots[row] >= 0
+    matrix, adapted = index[row], has_slot(slots[row], *span)
 
     def add(step, total):
         k = step * SHRINK_DEPTH + lax.broadcasted_iota(jnp.int32, (1, SHRINK_DEPTH), 1)

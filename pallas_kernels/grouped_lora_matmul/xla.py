@@ -8,6 +8,7 @@ values. The backend interface is described in `differentiable.py`.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from pallas_kernels.grouped_lora_matmul.base_product import (
 )
 from pallas_kernels.grouped_lora_matmul.gate import gated_columns
 from pallas_kernels.grouped_lora_matmul.joined_terms import joined_terms
+from pallas_kernels.grouped_lora_matmul.lora import has_slot
 from pallas_kernels.routing_plan.api import routing_plan
 
 TILE = 32  # rows of one product of the weight gradients
@@ -69,11 +71,13 @@ def dispatch(x, groups: int, slots: int, group, token_slots, valid):
     return Route(found.token, found.position, row_tables), x[found.token]
 
 
-def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None, out_dtype=None):
+def product(
+    x, w, tables: Tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None
+):
     """See `differentiable.py`."""
     y = grouped_product(x, w, tables.group_sizes, contract)
     if factors:
-        y = _add_terms(y, x.shape[0], tables, u, factors, starts)
+        y = _add_terms(y, x.shape[0], tables, u, factors, starts, firsts)
     y = y[: x.shape[0]].astype(out_dtype or x.dtype)
     if gate is None:
         return y
@@ -81,17 +85,17 @@ def product(x, w, tables: Tables, u, factors, starts, *, contract, gate=None, ou
     return gated_columns(y, gate)
 
 
-def _add_terms(y, rows, tables, u, factors, starts):
+def _add_terms(y, rows, tables, u, factors, starts, firsts):
     """Terms cover the same columns, or columns of their own; each stretch is a fused loop."""
-    adapted = tables.row_slots >= 0
     stretches: dict[tuple[int, int], list[int]] = {}
     for term, (start, factor) in enumerate(zip(starts, factors, strict=True)):
         stretches.setdefault((start, factor.shape[3]), []).append(term)
 
-    def add(piece, u, factors):
-        for values, factor in zip(u, factors, strict=True):
-            index = matrix_of_row(tables, factor)
-            piece = jnp.where(adapted[:, None], _expand_rows(piece, values, factor, index), piece)
+    def add(firsts, piece, u, factors):
+        for values, factor, first in zip(u, factors, firsts, strict=True):
+            index = matrix_of_row(tables, factor, first)
+            mine = has_slot(tables.row_slots, first, factor.shape[0])
+            piece = jnp.where(mine[:, None], _expand_rows(piece, values, factor, index), piece)
         return piece
 
     pieces, reached = [], 0
@@ -105,10 +109,11 @@ def _add_terms(y, rows, tables, u, factors, starts):
             return lax.slice(y, (0, start), (rows, start + width))
 
         operands = tuple(u[term] for term in terms), tuple(factors[term] for term in terms)
+        its = functools.partial(add, [firsts[term] for term in terms])
         pieces.append(
             lax.cond(
-                jnp.any(adapted),
-                lambda y, *operands, piece=piece: add(piece(y), *operands),
+                jnp.any(tables.row_slots >= 0),
+                lambda y, *operands, piece=piece, add=its: add(piece(y), *operands),
                 lambda y, *_, piece=piece: piece(y),
                 y,
                 *operands,
@@ -119,19 +124,19 @@ def _add_terms(y, rows, tables, u, factors, starts):
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
 
-def shrink(x, tables: Tables, factors, starts, scalings):
+def shrink(x, tables: Tables, factors, starts, scalings, firsts):
     """See `differentiable.py`; u is in the accumulation type."""
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, factors[0].dtype))
 
-    def of_term(factor, start, scaling):
+    def of_term(factor, start, scaling, first):
         columns = lax.slice_in_dim(x, start, start + factor.shape[3], axis=1)
-        u = _shrink_rows(columns, factor, matrix_of_row(tables, factor), dtype)
+        u = _shrink_rows(columns, factor, matrix_of_row(tables, factor, first), dtype)
         if scaling is None:
             return u
-        return u * scaling.reshape(-1)[matrix_of_row(tables, scaling)][:, None]
+        return u * scaling.reshape(-1)[matrix_of_row(tables, scaling, first)][:, None]
 
     def every(factors, scalings):
-        return tuple(map(of_term, factors, starts, scalings))
+        return tuple(map(of_term, factors, starts, scalings, firsts))
 
     def none(factors, _):
         return tuple(jnp.zeros((x.shape[0], factor.shape[2]), dtype) for factor in factors)
@@ -139,13 +144,14 @@ def shrink(x, tables: Tables, factors, starts, scalings):
     return lax.cond(jnp.any(tables.row_slots >= 0), every, none, factors, scalings)
 
 
-def matrix_of_row(tables: Tables, factor):
+def matrix_of_row(tables: Tables, factor, first: int):
     """Where each row finds its matrix once the first two axes, [S, G or 1], are one.
 
-    Rows without an adapter read slot 0; what they make of it is dropped by a select.
+    Rows of other slots, or of none, read some matrix; what they make of it is dropped by a select.
     """
     group = tables.group_of_row if factor.shape[1] > 1 else 0
-    return jnp.maximum(tables.row_slots, 0) * factor.shape[1] + group
+    slot = jnp.clip(tables.row_slots - first, 0, factor.shape[0] - 1)
+    return slot * factor.shape[1] + group
 
 
 def _shrink_rows(x, factor, index, dtype):
@@ -185,13 +191,17 @@ def _expand_rows(y, u, factor, index):
     return y
 
 
-def outer(lefts, right, start, width, tables: Tables, shape, dtype):
+def outer(lefts, right, start, width, tables: Tables, first: int, shape, dtype):
     """See `differentiable.py`."""
     right = lax.slice_in_dim(right, start, start + width, axis=1)
-    return joined_terms(lambda left: _sums_of_buckets(left, right, tables, shape), lefts, dtype)
+
+    def sums(left):
+        return _sums_of_buckets(left, right, tables, first, shape)
+
+    return joined_terms(sums, lefts, dtype)
 
 
-def _sums_of_buckets(left, right, tables: Tables, shape):
+def _sums_of_buckets(left, right, tables: Tables, first: int, shape):
     """Σ left[t] ⊗ right[t] over each bucket's rows: [*shape, R, width] in left's type.
 
     Rows are sorted by bucket and multiplied tile by tile in that order, so the sum's order is
@@ -201,8 +211,8 @@ def _sums_of_buckets(left, right, tables: Tables, shape):
     if rows == 0:
         return jnp.zeros((*shape, left.shape[1], right.shape[1]), left.dtype)
     group = tables.group_of_row if shape[1] > 1 else 0
-    keep = tables.row_slots >= 0
-    bucket_of_row = jnp.where(keep, tables.row_slots * shape[1] + group, buckets)
+    keep = has_slot(tables.row_slots, first, shape[0])
+    bucket_of_row = jnp.where(keep, (tables.row_slots - first) * shape[1] + group, buckets)
     order = jnp.argsort(bucket_of_row, stable=True)
     sizes = jnp.bincount(bucket_of_row, length=buckets + 1)[:buckets]
     count, bucket, first_row, left_in_bucket = _tiles_of_filled(sizes, rows)

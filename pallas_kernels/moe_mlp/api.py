@@ -16,8 +16,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.grouped_lora_matmul import differentiable
-from pallas_kernels.grouped_lora_matmul.api import Lora, check_call, choose_backend
+from pallas_kernels.grouped_lora_matmul.api import check_call, check_slots, choose_backend
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.lora import Slots, slot_counts, terms_of_parts
+from pallas_kernels.kept import map_once
 from pallas_kernels.moe_mlp.dispatch import dispatch
 from pallas_kernels.moe_mlp.down import weighted_down
 from pallas_kernels.routing_plan.api import local_groups
@@ -30,9 +32,9 @@ def moe_mlp(
     token_slots: Int[Array, " tokens"],
     gate_up: Float[Array, "experts twice_width hidden"],
     down: Float[Array, "experts hidden width"],
-    lora_gate: Lora | None = None,
-    lora_up: Lora | None = None,
-    lora_down: Lora | None = None,
+    lora_gate: Slots | None = None,
+    lora_up: Slots | None = None,
+    lora_down: Slots | None = None,
     *,
     gate: Gate | None = None,
     first_group: int | Int[Array, ""] = 0,
@@ -52,7 +54,8 @@ def moe_mlp(
       lora_gate, lora_up: adapters `[S, E or 1, R, H]` and `[S, E or 1, R, I]`; where A is shared
         by all experts, x·Aᵀ is computed once for each token.
       lora_down: adapters `[S, E or 1, R, I]` and `[S, E or 1, R, H]`; where B is shared, it
-        multiplies the weighted sum of a token's rows, once for each token.
+        multiplies the weighted sum of a token's rows, once for each token. All three may have
+        rank classes, of the same slots.
       gate: the activation; default silu.
       first_group: the first local expert. Choices of other devices' experts add nothing.
       valid: False for padding tokens, which no expert works on.
@@ -80,12 +83,10 @@ def moe_mlp(
     calls = (wide, gate_up, into, parts), (narrow, down, (lora_down,), (down.shape[1],))
     for rows, w, lora, widths in calls:
         check_call(rows, w, sizes, slots, lora, widths)
-    if len({pair.a.shape[0] for pair in (*into, lora_down) if pair is not None}) > 1:
-        raise ValueError("lora_gate, lora_up and lora_down must have the same number of slots")
+    check_slots((*into, lora_down), "lora_gate, lora_up and lora_down")
     backend = _common_backend(implementation, calls)
-    pairs = [pair for pair in (*into, lora_down) if pair is not None]
-    slots = pairs[0].a.shape[0] if pairs else 0
-    if not pairs:
+    slots = max(sum(slot_counts(entry)) for entry in (*into, lora_down))
+    if not slots:
         token_slots = jnp.full_like(token_slots, -1)
     route, rows = dispatch(backend, count, slots, x, experts - first_group, token_slots, valid)
     hidden = differentiable.grouped_lora_matmul(
@@ -112,32 +113,40 @@ def _common_backend(implementation, calls) -> ModuleType:
 
 def _shared_u(backend, x, token_slots, lora, groups, route):
     """u of each row from x·Aᵀ of each token, where all experts share A; else None."""
-    pairs = [pair for pair in lora if pair is not None]
-    if not pairs or groups == 1 or any(pair.a.shape[1] > 1 for pair in pairs):
-        return None
     # Their gradient is that of the product that u goes into.
-    x, pairs = lax.stop_gradient((x, pairs))
-    one = [pair.scaling.shape[1] == 1 for pair in pairs]
+    x, lora = lax.stop_gradient((x, lora))
+    terms = terms_of_parts((0,) * len(lora), lora)
+    if not terms or groups == 1 or any(term.pair.a.shape[1] > 1 for term in terms):
+        return None
+    one = [term.pair.scaling.shape[1] == 1 for term in terms]
     u = backend.shrink(
         x,
         backend.tables(None, token_slots, 1),
-        tuple(pair.a for pair in pairs),
-        (0,) * len(pairs),
-        tuple(pair.scaling if its else None for pair, its in zip(pairs, one, strict=True)),
+        tuple(term.pair.a for term in terms),
+        (0,) * len(terms),
+        tuple(term.pair.scaling if its else None for term, its in zip(terms, one, strict=True)),
+        tuple(term.first for term in terms),
     )
-    rows = [values[route.token] for values in u]
-    return tuple(
-        values if its else _scaled(values, pair.scaling, route.tables)
-        for values, pair, its in zip(rows, pairs, one, strict=True)
-    )
+    rows = list(map_once(lambda values: values[route.token], u))
+    count = sum(entry is not None for entry in lora)
+    for part in range(count):
+        if not one[part]:
+            classes = slice(part, None, count)
+            rows[classes] = _scaled(rows[classes], terms[classes], route.tables)
+    return tuple(rows)
 
 
-def _scaled(u, scaling, tables):
-    """u times the scaling of each row's slot and expert, whatever arrays u is made of."""
-    of_row = jnp.asarray(scaling)[jnp.maximum(tables.row_slots, 0), tables.group_of_row][:, None]
+def _scaled(u, terms, tables):
+    """u of a part's classes times the scaling of each row's slot and expert."""
+    of_row = None
+    for term in terms:
+        slot = jnp.maximum(tables.row_slots - term.first, 0)
+        its = jnp.asarray(term.pair.scaling)[slot, tables.group_of_row][:, None]
+        after = (tables.row_slots >= term.first)[:, None]
+        of_row = its if of_row is None else jnp.where(after, its, of_row)
 
     def scale(values):
         wide = values.astype(jnp.promote_types(jnp.float32, values.dtype))
         return (wide * of_row).astype(values.dtype)
 
-    return jax.tree.map(scale, u)
+    return map_once(scale, u)

@@ -19,91 +19,104 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_lora_matmul import differentiable
-from pallas_kernels.kept import kept
+from pallas_kernels.grouped_lora_matmul.lora import Lora, has_slot, in_form, terms_of_part
+from pallas_kernels.kept import kept, map_once
 from pallas_kernels.routing_plan.api import combine, rows_of_choices
 
 RANK_UNIT = 8  # kernels multiply whole units of rank
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def weighted_down(backend: ModuleType, hidden, down, route, pair, weights, slots):
+def weighted_down(backend: ModuleType, hidden, down, route, entry, weights, slots):
     """The weighted sums of each token's rows times `down`, with its adapter.
 
     Args:
       hidden: `[M, I]`, rows of the route. down: `[E, H, I]`.
-      pair: `Lora` with a `[S, E or 1, R, I]` and b `[S, E or 1, R, H]`, or None.
+      entry: `Lora` with a `[S, E or 1, R, I]` and b `[S, E or 1, R, H]`, its rank classes, or None.
       weights: `[T, choices]`. slots: int32 `[T]`, -1 for tokens without an adapter or local row.
 
     Returns:
       `[T, H]` in float32 (or float64).
     """
-    return _forward(backend, hidden, down, route, pair, weights, slots)[0]
+    return _forward(backend, hidden, down, route, entry, weights, slots)[0]
 
 
-def _forward(backend, hidden, down, route, pair, weights, slots):
+def _forward(backend, hidden, down, route, entry, weights, slots):
     # Differentiated outside of jit, NumPy arguments arrive as they are.
-    hidden, down, pair, weights = jax.tree.map(jnp.asarray, (hidden, down, pair, weights))
-    u = ()
-    if pair is not None:
-        u = backend.shrink(hidden, route.tables, (pair.a,), (0,), (pair.scaling,))
-    shared = pair is not None and pair.b.shape[1] == 1 < down.shape[0]
-    of_rows = (u, (pair.b,), (0,)) if pair is not None and not shared else ((), (), ())
+    hidden, down, entry, weights = jax.tree.map(jnp.asarray, (hidden, down, entry, weights))
+    terms, u = terms_of_part(0, entry), ()
+    zeros, firsts = (0,) * len(terms), tuple(term.first for term in terms)
+    a, b, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in Lora._fields)
+    if terms:
+        u = backend.shrink(hidden, route.tables, a, zeros, scalings, firsts)
+    shared = bool(terms) and b[0].shape[1] == 1 < down.shape[0]
+    of_rows = ((), (), (), ()) if shared else (u, b, zeros, firsts)
     rows = backend.product(hidden, down, route.tables, *of_rows, contract=2)
     y = combine(rows, route.position, weights)
     if shared:
-        of_token = combine(_adapted(u[0], route), route.position, weights).astype(hidden.dtype)
-        y += _expand(backend, of_token, pair.b[:, 0], slots).astype(y.dtype)
-    return y, (hidden, down, route, pair, weights, kept(u))
+        arrays = [jnp.asarray(its) for its in u]
+        of_row = _adapted(arrays, terms, route)
+        of_token = combine(of_row, route.position, weights).astype(hidden.dtype)
+        for term, its in zip(terms, arrays, strict=True):
+            y += _expand(backend, of_token[:, : its.shape[1]], term, slots).astype(y.dtype)
+    return y, (hidden, down, route, entry, weights, kept(u))
 
 
-def _adapted(u, route):
-    """u as an array; zero for rows without an adapter, where it may hold anything."""
-    return jnp.where((route.tables.row_slots >= 0)[:, None], jnp.asarray(u), 0)
+def _adapted(u, terms, route):
+    """u of all classes as one array; zero where a row's slot has no rank, or it has no slot."""
+    width, total = max(its.shape[1] for its in u), 0
+    for term, its in zip(terms, u, strict=True):
+        mine = has_slot(route.tables.row_slots, term.first, term.pair.a.shape[0])
+        its = jnp.pad(its, ((0, 0), (0, width - its.shape[1])))
+        total = jnp.where(mine[:, None], its, total)
+    return total
 
 
-def _expand(backend, u, b, slots):
-    """u[t] · b[slots[t]]: a product with slots as groups, so with tokens in order of slots."""
+def _expand(backend, u, term, slots):
+    """u[t] · b[slots[t]] for the term's slots, zero for others: a product with slots as groups, so
+    with tokens in order of slots."""
+    b = term.pair.b[:, 0]
     count, rank, _ = b.shape
     unit = max(u.shape[1], rank + -rank % RANK_UNIT)
     u = jnp.pad(u, ((0, 0), (0, unit - u.shape[1])))
     b = jnp.pad(b, ((0, 0), (0, unit - rank), (0, 0)))
-    group = jnp.where(slots >= 0, slots, count)[:, None]
+    mine = has_slot(slots, term.first, count)
+    group = jnp.where(mine, slots - term.first, count)[:, None]
     route, rows = backend.dispatch(u, count, 1, group, jnp.full_like(slots, -1), None)
-    y = backend.product(rows, b, route.tables, (), (), (), contract=1)
+    y = backend.product(rows, b, route.tables, (), (), (), (), contract=1)
     return y[route.position[:, 0]]
 
 
 def _backward(backend, saved, dy):
-    hidden, down, route, pair, weights, u = saved
+    hidden, down, route, entry, weights, u = saved
+    terms = terms_of_part(0, entry)
+    zeros, firsts = (0,) * len(terms), tuple(term.first for term in terms)
+    a, b, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in Lora._fields)
     token, of_row = rows_of_choices(route.position, weights)
     drows = dy.astype(hidden.dtype)[token]
-    du, factors, starts = (), (), ()
-    if pair is not None:
-        du = backend.shrink(drows, route.tables, (pair.b,), (0,), (pair.scaling,))
-        factors, starts = (pair.a,), (0,)
-    unweighted = backend.product(drows, down, route.tables, du, factors, starts, contract=1)
+    du = backend.shrink(drows, route.tables, b, zeros, scalings, firsts) if terms else ()
+    unweighted = backend.product(drows, down, route.tables, du, a, zeros, firsts, contract=1)
     wide = jnp.promote_types(jnp.float32, hidden.dtype)
     unweighted, of_row = unweighted.astype(wide), of_row.astype(wide)
     dots = jnp.sum(unweighted * hidden.astype(wide), axis=1)
     dweights = dots[route.position].astype(weights.dtype)
     dhidden = (unweighted * of_row[:, None]).astype(hidden.dtype)
-    dpair = None
-    if pair is not None:
-        dpair = _pair_gradient(backend, pair, hidden, drows, of_row, u, du, route.tables)
-    return dhidden, None, None, dpair, dweights, None
+    dentry = _gradients(backend, entry, hidden, drows, of_row, u, du, route.tables)
+    return dhidden, None, None, dentry, dweights, None
 
 
-def _pair_gradient(backend, pair, hidden, drows, of_row, u, du, tables):
+def _gradients(backend, entry, hidden, drows, of_row, u, du, tables):
     """The rows' weights go into u, the narrowest of the factors."""
 
     def weighted(values):
         return (values.astype(of_row.dtype) * of_row[:, None]).astype(values.dtype)
 
-    (u,), du = jax.tree.map(weighted, (u, du))
-    (da,) = differentiable.a_gradients(backend, (pair,), hidden, du, tables)
-    db = differentiable.b_gradient(backend, pair, drows, 0, u, tables)
-    dscaling = differentiable.scaling_gradient(backend, pair, hidden, weighted(drows), 0, tables)
-    return type(pair)(da, db, dscaling)
+    terms = terms_of_part(0, entry)
+    u, du = map_once(weighted, (u, du))
+    da = differentiable.a_gradients(backend, terms, hidden, du, tables)
+    db = differentiable.b_gradients(backend, terms, drows, u, tables)
+    dscaling = differentiable.scaling_gradients(backend, terms, hidden, weighted(drows), tables)
+    return in_form((entry,), list(map(Lora, da, db, dscaling)))[0]
 
 
 weighted_down.defvjp(_forward, _backward)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from lora_moe_jax import AdapterError
 from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair
@@ -33,11 +41,12 @@ class Written(list):
 
 
 def make(
-    slots: int, names: str = "", switch: bool = False
+    slots: int | tuple[int, ...], names: str = "", switch: bool = False
 ) -> tuple[AdapterPool, Written, dict[str, Entry]]:
-    """A pool with an adapter for each letter."""
-    written = Written([None] * slots)
-    pool = AdapterPool(slots, written, written.read, switch=switch)
+    """A pool of so many slots, or of slots of these ranks, with an adapter for each letter."""
+    ranks = [64] * slots if isinstance(slots, int) else slots
+    written = Written([None] * len(ranks))
+    pool = AdapterPool(ranks, written, written.read, switch=switch)
     return pool, written, {name: pool.add(name, adapter()) for name in names}
 
 
@@ -394,6 +403,141 @@ def test_a_new_version_inherits_the_pin():
         pool.pin("a")
     stop(pool, entries["a"])
     assert pool.acquire(newest) and newest.slot == 0
+
+
+# ---- slots of several ranks ----------------------------------------------------------------------
+def test_an_adapter_takes_the_smallest_slot_that_holds_it():
+    pool, _, _ = make((2, 2, 8))
+    small = [pool.add(name, adapter(2)) for name in "ab"]
+    large = pool.add("c", adapter(8))
+    assert [entry.slot for entry in (*small, large)] == [0, 1, 2]
+    assert pool.add("d", adapter(1)).slot is None, "nothing is free"
+    d = pool.get("d")
+    assert run(pool, d) and d.slot == 0, "of its own rank, though c was used before b"
+    run(pool, small[1])
+    e = pool.add("e", adapter(2))
+    assert run(pool, e) and e.slot == 2, "its own rank's are in use"
+    assert not run(pool, large), "no other slot holds it"
+    stop(pool, small[1])
+    assert not pool.acquire(large)
+    stop(pool, e)
+    assert pool.acquire(large) and large.slot == 2
+
+
+def test_a_new_version_of_a_larger_rank_moves():
+    pool, written, _ = make((2, 8), "a")
+    new = pool.add("a", adapter(8))
+    assert new.slot == 1 and pool.resident == 1
+    assert pool.update("a", params(2)).slot == 0
+    assert pool.update("a", params(3)).slot == 1 and isinstance(written[1], DeviceParams)
+
+
+@pytest.mark.parametrize("kind", ["add", "update"])
+def test_a_successor_of_a_larger_rank_moves_with_its_requests(kind):
+    pool, _, entries = make((2, 8), "a", switch=True)
+    run(pool, entries["a"])
+    other = pool.add("b", adapter(8))
+    run(pool, other)
+    new = {"add": adapter, "update": params}[kind]
+    before = list(pool)
+    with pytest.raises(AdapterError, match="no slot can be had") as caught:
+        getattr(pool, kind)("a", new(8))
+    assert caught.value.found == "1 slots of its rank" and list(pool) == before
+    stop(pool, other)
+    successor = getattr(pool, kind)("a", new(8))
+    assert (successor.slot, successor.running) == (1, 1)
+    assert entries["a"].slot is None and other.slot is None
+
+
+def test_one_slot_of_every_rank_is_never_pinned():
+    pool, _, entries = make((2, 2, 8, 8), "abc")
+    large = pool.add("l", adapter(8))
+    pool.pin("a"), pool.pin("b")
+    with pytest.raises(AdapterError, match="too many adapters are pinned") as caught:
+        pool.pin("l"), pool.pin("c")
+    assert caught.value.expected == "at most 1 pinned of 2 slots of rank 8 or more"
+    assert entries["c"].slot == 2 and not entries["c"].info.pinned and large.info.pinned
+    with pytest.raises(AdapterError, match="larger rank") as caught:
+        pool.add("a", adapter(8))
+    assert caught.value.key == "a" and "unpin_adapter" in caught.value.hint
+    assert pool.get("a") is entries["a"] and entries["a"].slot == 0
+    pool.clear_slots()
+    pool.place_pinned()
+    assert {info.name for info in pool if info.slot is not None} == {"a", "b", "l"}
+    assert run(pool, pool.add("m", adapter(8))), "there is a slot for it all the same"
+
+
+class RanksInAnyOrder(RuleBasedStateMachine):
+    """Whatever has happened, everyone gets a slot once the others have ended."""
+
+    RANKS = (1, 2, 2, 4, 4)
+
+    @initialize(switch=st.booleans())
+    def begin_with(self, switch):
+        self.pool, self.written, _ = make(self.RANKS, switch=switch)
+        self.running: list[Entry] = []
+
+    def entries(self) -> list[Entry]:
+        return [self.pool.get(info.name) for info in self.pool]
+
+    @rule(name=st.sampled_from("abcdefg"), rank=st.integers(1, 4), on_device=st.booleans())
+    def load(self, name, rank, on_device):
+        before = list(self.pool), list(self.written)
+        try:
+            new = self.pool.update(name, params(rank)) if on_device else None
+            new = new or self.pool.add(name, adapter(rank))
+        except AdapterError:
+            assert (list(self.pool), list(self.written)) == before
+            return
+        self.running = [e.successor or e for e in self.running]
+        assert new.slot is not None or not on_device
+
+    @precondition(lambda self: list(self.pool))
+    @rule(data=st.data(), pinned=st.booleans())
+    def pin(self, data, pinned):
+        entry = data.draw(st.sampled_from(self.entries()))
+        with contextlib.suppress(AdapterError):
+            (self.pool.pin if pinned else self.pool.unpin)(entry.info.name)
+
+    @precondition(lambda self: list(self.pool))
+    @rule(data=st.data())
+    def start(self, data):
+        entry = data.draw(st.sampled_from(self.entries()))
+        self.pool.begin(entry)
+        if self.pool.acquire(entry):
+            self.running.append(entry)
+        else:
+            self.pool.end(entry)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data):
+        stop(self.pool, self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+
+    @rule()
+    def sleep(self):
+        while self.running:
+            stop(self.pool, self.running.pop())
+        self.pool.clear_slots()
+        self.pool.place_pinned()
+
+    @invariant()
+    def slots_hold_what_is_in_them(self):
+        for entry in filter(None, self.pool._slots):
+            assert self.RANKS[entry.slot] >= entry.info.rank
+            assert self.pool._slots[entry.slot] is entry
+        assert all(entry.slot is not None for entry in self.running)
+
+    def teardown(self):
+        while getattr(self, "running", None):
+            stop(self.pool, self.running.pop())
+        for entry in self.entries() if hasattr(self, "pool") else ():
+            assert run(self.pool, entry)
+            stop(self.pool, entry)
+
+
+RanksInAnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRanksInAnyOrder = RanksInAnyOrder.TestCase
 
 
 # ---- names ---------------------------------------------------------------------------------------

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from lora_moe_jax import AdapterError
 from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair, Projection
-from lora_moe_jax.adapters.bank import ALIGNMENT, Bank, KvBLora, Place, SlotEntry
+from lora_moe_jax.adapters.bank import (
+    ALIGNMENT,
+    Bank,
+    KvBLora,
+    Place,
+    RankClass,
+    SlotEntry,
+)
 from lora_moe_jax.adapters.device_params import DeviceParams
 from lora_moe_jax.adapters.slot_writer import SlotWriter
 from lora_moe_jax.training.config import PairShape
@@ -28,33 +35,35 @@ NEXT = Projection("model.layers.1.self_attn.o_proj", 6, 7)
 ALL = (LINEAR, EXPERTS, SHARED, KV_B, NEXT)
 
 
-def bank(dtype: str, joined: bool) -> Bank:
+def bank(dtype: str, joined: bool, ranks: tuple[int, ...] = (RANK,)) -> Bank:
+    """Slots of each rank."""
+    return Bank([entries(dtype, rank) for rank in ranks], joined=joined)
+
+
+def entries(dtype: str, rank: int) -> dict[str, SlotEntry]:
     """A projection of each kind; SHARED has one A for all experts, NEXT is as LINEAR."""
 
     def zeros(*shape, of=dtype):
         return jnp.zeros((SLOTS, *shape), of)
 
     def lora(projection: Projection, a_groups: int, groups: int) -> SlotEntry:
-        a = zeros(a_groups, RANK, projection.in_features)
-        b = zeros(groups, RANK, projection.out_features)
+        a = zeros(a_groups, rank, projection.in_features)
+        b = zeros(groups, rank, projection.out_features)
         return SlotEntry(projection, Lora(a, b, zeros(groups, of="float32")))
 
     kv_b = KvBLora(
-        zeros(1, RANK, KV_B.in_features),
-        zeros(HEADS, RANK, NOPE),
-        zeros(HEADS, RANK, V),
+        zeros(1, rank, KV_B.in_features),
+        zeros(HEADS, rank, NOPE),
+        zeros(HEADS, rank, V),
         zeros(1, of="float32"),
     )
-    return Bank(
-        {
-            LINEAR.name: lora(LINEAR, 1, 1),
-            EXPERTS.name: lora(EXPERTS, 3, 3),
-            SHARED.name: lora(SHARED, 1, 3),
-            KV_B.name: SlotEntry(KV_B, kv_b),
-            NEXT.name: lora(NEXT, 1, 1),
-        },
-        joined=joined,
-    )
+    return {
+        LINEAR.name: lora(LINEAR, 1, 1),
+        EXPERTS.name: lora(EXPERTS, 3, 3),
+        SHARED.name: lora(SHARED, 1, 3),
+        KV_B.name: SlotEntry(KV_B, kv_b),
+        NEXT.name: lora(NEXT, 1, 1),
+    }
 
 
 def pair(projection: Projection, rank: int, seed: int, dtype="float32", shared=False) -> LoraPair:
@@ -119,7 +128,7 @@ def test_the_device_writes_what_the_host_writes(dtype, ranks, slot, values, shar
 
 
 def test_alike_projections_lie_in_one_array():
-    apart, together = BANKS["float32"]
+    apart, together = (its.classes[RANK] for its in BANKS["float32"])
     assert len(apart.stacks) == len(ALL)
     assert together.places[LINEAR.name] == Place(LINEAR.name, 0)
     assert together.places[NEXT.name] == Place(LINEAR.name, 1)
@@ -127,7 +136,38 @@ def test_alike_projections_lie_in_one_array():
     joined = together.stacks[LINEAR.name]
     assert joined.a.shape == (2, SLOTS, 1, RANK, 6)
     assert joined.scaling[0].nbytes == ALIGNMENT
-    assert (together.slots, together.max_rank) == (apart.slots, apart.max_rank) == (SLOTS, RANK)
+    assert (together.slots, together.rank) == (apart.slots, apart.rank) == (SLOTS, RANK)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_slots_of_several_ranks_hold_what_one_of_the_largest_does(joined, on_device):
+    whole, small = BANKS["bfloat16"][0], 2
+    classes = bank("bfloat16", joined, (RANK, small))
+    assert (classes.ranks, classes.max_rank) == ((small,) * SLOTS + (RANK,) * SLOTS, RANK)
+    assert classes.nbytes < 2 * bank("bfloat16", joined).nbytes
+    writer, pairs = SlotWriter(classes), {p.name: pair(p, small, 3) for p in ALL}
+    adapter = Adapter(pairs, "stacked", AdapterConfig(r=small))
+    WRITERS["bfloat16"][0].write(1, adapter)
+    params = DeviceParams.of(pairs, classes)
+    writer.check_finite(params)
+    for slot in (1, SLOTS + 1):  # the second of each rank
+        writer.write(slot, params if on_device else adapter)
+        back = writer.read(slot, params.in_slot)
+        assert {name: p.rank for name, p in back.pairs.items()} == dict.fromkeys(pairs, small)
+    # What is in a slot fits into a larger one, too.
+    writer.write(SLOTS + 2, DeviceParams.of(_slot(classes.classes[small], 1), classes))
+    for name, expected in whole.arrays.items():
+        of_small, of_large = classes.arrays[name]
+        for one, low, high in zip(expected, of_small, of_large, strict=True):
+            ranks = (slice(None), slice(small)) if one.ndim > 2 else ()
+            assert np.array_equal(one[1], high[1]) and np.array_equal(one[1], high[2])
+            assert np.array_equal(one[1][ranks], low[1])
+            assert not np.any(low[0]) and not np.any(high[0])
+
+
+def _slot(slots: RankClass, slot: int) -> dict[str, Lora | KvBLora]:
+    return {name: jax.tree.map(lambda x: x[slot], slots.copy(name)) for name in slots.places}
 
 
 @pytest.mark.parametrize("dtype", BANKS)

@@ -26,6 +26,7 @@ SETTINGS = {
 # The description of a real H200, as XLA dumped it there.
 TARGET = Path(__file__).parents[1] / "golden" / "h200.txtpb"
 REPORT = "REPORT "  # starts a line
+CLASSES = (6, 16), (2, 64)  # slots and rank of each
 
 
 def calls(shape, tokens: int, rank: int, slots: int = 8):
@@ -68,7 +69,10 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         low = array(rows, -(-(first[-1] + owned[-1]) // 64) * 64)
         u = tuple(Columns(low, begin, rank) for begin in first[: len(starts)])
         w = array(groups, n, k) if contract == 2 else array(groups, k, n)
-        static = dict(starts=starts, contract=contract, gate=gate, out_dtype=out_dtype)
+        firsts = (0,) * len(starts)
+        static = dict(
+            starts=starts, firsts=firsts, contract=contract, gate=gate, out_dtype=out_dtype
+        )
         function = functools.partial(mosaic_gpu.product, **static)
         return function, (array(rows, k), w, tables, u, tuple(map(factor, widths)))
 
@@ -77,10 +81,39 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     sizes = hidden, 2 * wide, (0, wide), (wide, wide), 2, None
     yield "gate_up float32", *product(*sizes, jnp.dtype(jnp.float32))
 
+    ranks = tuple(most for _, most in CLASSES)
+
+    def of_classes(widths):
+        """The factors of each part in rank classes, and the first slot of each."""
+        factors = tuple(array(s, groups, r, width) for s, r in CLASSES for width in widths)
+        return factors, (0,) * len(widths) + (CLASSES[0][0],) * len(widths)
+
+    def product_of_classes(k, n, starts, widths, contract, gate):
+        first, owned = packed_columns((max(ranks),) * len(starts), rank_tile(max(ranks)))
+        low = array(rows, -(-(first[-1] + owned[-1]) // 64) * 64)
+        factors, firsts = of_classes(widths)
+        u = tuple(Columns(low, begin, r) for r in ranks for begin in first)
+        w = array(groups, n, k) if contract == 2 else array(groups, k, n)
+        static = dict(starts=starts * 2, firsts=firsts, contract=contract, gate=gate)
+        function = functools.partial(mosaic_gpu.product, **static)
+        return function, (array(rows, k), w, tables, u, factors)
+
+    for name, *sizes in layer_products(shape):
+        if name in ("gate_up gated", "gate_up", "gate_up backward"):
+            yield f"{name} of classes", *product_of_classes(*sizes)
+
     yield "spread", spread_rows, (array(tokens, hidden), number(tokens, shape.top_k))
 
     def shrink(x, tables, factors, scalings):
-        return mosaic_gpu.shrink(x, tables, factors, (0,) * len(factors), scalings)
+        return mosaic_gpu.shrink(x, tables, factors, (0,) * len(factors), scalings, (0,))
+
+    def shrink_of_classes(x, tables, factors, scalings):
+        firsts = of_classes((hidden,) * 2)[1]
+        return mosaic_gpu.shrink(x, tables, factors, (0,) * len(factors), scalings, firsts)
+
+    factors, _ = of_classes((hidden,) * 2)
+    scalings = tuple(array(its.shape[0], groups, dtype=jnp.float32) for its in factors)
+    yield "shrink of classes", shrink_of_classes, (array(rows, hidden), tables, factors, scalings)
 
     scaling = array(slots, groups, dtype=jnp.float32)
     yield "shrink", shrink, (array(rows, hidden), tables, (factor(hidden),) * 2, (scaling,) * 2)

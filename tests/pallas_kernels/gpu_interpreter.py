@@ -84,10 +84,14 @@ def normal(rng, *shape, scale=1.0):
 
 @dataclasses.dataclass(frozen=True)
 class ProductCase(ProductSizes):
-    """A product in whole multiples of 64; `cut` replaces parts of its schedule."""
+    """A product in whole multiples of 64; `cut` replaces parts of its schedule.
+
+    `firsts` are the first slots of rank classes: `run` takes the factors of each, class by class.
+    """
 
     groups: int = 4
     slots: int = 3
+    firsts: tuple[int, ...] = (0,)
     out_dtype: str = "bfloat16"
     cut: tuple[tuple[str, object], ...] = ()
 
@@ -108,19 +112,25 @@ class ProductCase(ProductSizes):
                 Columns(u, start, term.rank)
                 for start, term in zip(first, self.terms, strict=bool(self.terms))
             )
-            terms = Terms(columns, factors) if factors else None
+            terms = Terms(columns * len(self.firsts), factors) if factors else None
             return product_kernel(
                 tables,
                 x,
                 w,
                 terms,
                 schedule=schedule,
-                **self.static,
+                **(self.static | self.of_terms),
                 out_dtype=out_dtype,
                 interpreted=True,
             )
 
         return product
+
+    @property
+    def of_terms(self):
+        starts = tuple(term.start for term in self.terms)
+        firsts = tuple(first for first in self.firsts for _ in self.terms)
+        return dict(starts=starts * len(self.firsts), firsts=firsts)
 
     def arguments(self, group_sizes, row_slots, seed=0):
         """x, w, group_sizes, row_slots, u, factors; what nobody may read is NaN."""
@@ -162,7 +172,7 @@ class ShrinkCase:
     """Static sizes of a shrink of the columns [start, start + width) of x.
 
     `as_of` is the number of rows whose schedule it has: with few rows terms are apart, with many
-    runs are shrunk piece by piece.
+    runs are shrunk piece by piece. `firsts` as of a `ProductCase`.
     """
 
     rows: int
@@ -174,6 +184,7 @@ class ShrinkCase:
     groups: int = 4
     slots: int = 3
     as_of: int | None = None
+    firsts: tuple[int, ...] = (0,)
 
     @functools.cached_property
     def schedule(self):
@@ -187,7 +198,15 @@ class ShrinkCase:
         def shrink(x, tables, factors, scalings):
             width = self.width or self.k
             return shrink_kernel(
-                x, tables, factors, scalings, self.start, width, self.schedule, interpreted=True
+                x,
+                tables,
+                factors,
+                scalings,
+                self.firsts,
+                self.start,
+                width,
+                self.schedule,
+                interpreted=True,
             )
 
         return shrink
@@ -213,8 +232,10 @@ class ShrinkCase:
             tables = dataclasses.replace(tables, pieces=pieces_of(tables))
         u = interpret(self.compiled, x, tables, factors, scalings)
         _, owned = packed_columns(self.ranks, self.schedule.rank_tile)
+        parts = u[: len(owned)]
         return tuple(
-            its.array[:, its.first : its.first + size] for its, size in zip(u, owned, strict=True)
+            its.array[:, its.first : its.first + size]
+            for its, size in zip(parts, owned, strict=True)
         )
 
     def expect(self, *arguments):

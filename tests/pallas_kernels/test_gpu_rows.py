@@ -258,13 +258,17 @@ def test_tiles_of_a_group_are_equal():
 
 @pytest.mark.parametrize("sorted_slots", [True, False])
 @pytest.mark.parametrize("by_group", [True, False])
-@pytest.mark.parametrize("slots", [3, 1])
-def test_runs_of_buckets(sorted_slots, by_group, slots):
-    """The runs of each bucket, in order of rows, whatever the order of slots inside a group."""
+@pytest.mark.parametrize("first_slot, slots", [(0, 3), (0, 1), (1, 2), (1, 1)])
+def test_runs_of_buckets(sorted_slots, by_group, first_slot, slots):
+    """The runs of each bucket, in order of rows, whatever the order of slots inside a group.
+
+    Slots before the first, and past the last, are of other rank classes.
+    """
     rng, groups = np.random.default_rng(0), 5
+    total = first_slot + slots + (first_slot > 0)
     sizes = np.array([40, 0, 33, 7, 100], np.int32)
     slot = np.concatenate(
-        [rng.integers(-1, slots, size) for size in sizes] + [rng.integers(0, slots, 9)]
+        [rng.integers(-1, total, size) for size in sizes] + [rng.integers(0, total, 9)]
     )
     ends = np.cumsum(sizes)
     if sorted_slots:
@@ -273,11 +277,11 @@ def test_runs_of_buckets(sorted_slots, by_group, slots):
     tables = compiled_tables(groups)(sizes, slot.astype(np.int32))
     for in_order in {False, sorted_slots and by_group}:
         tables = dataclasses.replace(tables, in_order=in_order)
-        runs = gpu_rows.runs_of_buckets(tables, slots, groups if by_group else 1)
+        runs = gpu_rows.runs_of_buckets(tables, first_slot, slots, groups if by_group else 1)
         first, stop, begin, end = map(np.asarray, runs)
         for bucket, (a, b) in enumerate(zip(first, stop, strict=True)):
             its_slot, its_group = divmod(bucket, groups) if by_group else (bucket, None)
-            mine = (slot == its_slot) & (group < groups)
+            mine = (slot == first_slot + its_slot) & (group < groups)
             if by_group:
                 mine &= group == its_group
             found = np.concatenate([np.arange(begin[run], end[run]) for run in range(a, b)] or [[]])

@@ -58,11 +58,11 @@ def product_memory(
             tuple(gpu_shrink.Columns(array(rows, 64), 0, rank) for rank in ranks),
             tuple(array(8, groups, rank, width) for rank in ranks),
         )
-    n = parts * width
+    n, firsts = parts * width, (0,) * len(ranks)
     w = array(groups, n, k) if contract == 2 else array(groups, k, n)
     x = array(rows, k)
     layout = gpu_product_layout.ProductLayout(
-        x, w, terms, starts, schedule, contract, gate, False, False, jnp.dtype(out_dtype)
+        x, w, terms, starts, firsts, schedule, contract, gate, False, False, jnp.dtype(out_dtype)
     )
     return shared_memory(layout)
 
@@ -139,6 +139,7 @@ def check_pack(rows, ranks, tile, width):
         array(rows, width),
         [array(8, 1, rank, width) for rank in ranks],
         [array(8, 1, dtype=jnp.float32) for _ in ranks],
+        (0,),
         0,
         width,
         schedule,

@@ -48,3 +48,16 @@ def test_by_hand():
     assert moved.low_rank == 3 * factor + 50 * 128 * 2
     assert moved.tables == 3 * 64 * 4
     assert moved.least == moved.weights + rows + 3 * factor + 50 * 16 * 2
+
+
+def test_rank_classes_by_hand():
+    """Slot 0 of rank 16, slot 1 of rank 64: each run fetches the factor of its own class alone."""
+    routing = Routing(
+        np.array([20, 0, 30], np.int32), np.repeat([0, 1, 1], [5, 15, 30]).astype(np.int32)
+    )
+    shape = ProductShape(50, 256, 128, 1, 2, 2, 2, ((16, 0, 128, 2), (64, 0, 128, 2)))
+    moved = product_bytes(shape, routing, Device(), slots=((0, 1), (1, 1)))
+    factors, u = (1 * 16 + 2 * 64) * 128 * 2, 50 * 128 * 2
+    assert moved.low_rank == factors + 2 * u  # the rows' u of both: 128 lanes of each
+    own = (5 * 16 + 45 * 64) * 2
+    assert moved.least == moved.weights + moved.rows + factors + own

@@ -60,6 +60,25 @@ def test_one_layer_on_every_generation():
         assert report["temporary_bytes"] < 8 << 20, report
 
 
+RANK_CLASSES = [(8, 6), (64, 2)]
+
+
+@pytest.mark.parametrize("tokens", [DECODE_TOKENS, PREFILL_TOKENS])
+def test_rank_classes(tokens):
+    """On the generation with least VMEM, the kernels that have all classes at once."""
+    calls = ["gate_up gated", "shrink"]
+    sizes = dict(tokens=tokens, classes=RANK_CLASSES, only=calls)
+    for report in compile_all(["tpu7x"], "qwen3-30b-a3b", **sizes):
+        assert report["temporary_bytes"] < 2 << 20 or tokens == PREFILL_TOKENS, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [DECODE_TOKENS, PREFILL_TOKENS])
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_rank_classes_on_every_generation(generation, tokens):
+    compile_all([generation], "qwen3-30b-a3b", tokens=tokens, classes=RANK_CLASSES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [DECODE_TOKENS, PREFILL_TOKENS])
 @pytest.mark.parametrize("name", EXPERT_SHAPES)
@@ -85,5 +104,5 @@ def test_whole_layers(generation, tokens):
 )
 def test_ranks_slots_and_float32(generation, dtype, rank, slots):
     for tokens in (PREFILL_TOKENS, 1):
-        sizes = dict(tokens=tokens, dtype=dtype, rank=rank, slots=slots)
+        sizes = dict(tokens=tokens, dtype=dtype, classes=[(rank, slots)])
         compile_all([generation], "qwen3-30b-a3b", **sizes)

@@ -162,8 +162,9 @@ def test_a_poisoned_slot_reaches_no_other_low_rank_input_or_gradient():
     factor = rng.standard_normal((4, 3, 4, 40)).astype(np.float32)
     left = rng.standard_normal((ROWS, 4)).astype(np.float32)
     sizes = np.array(SIZES, np.int32)
-    shrink = jitted("shrink", starts=(0,), scalings=(None,))
-    outer = jitted("outer", ranks=(4,), start=0, width=40, shape=(4, 3), dtype="float32")
+    shrink = jitted("shrink", starts=(0,), scalings=(None,), firsts=(0,))
+    shape = dict(start=0, width=40, first=0, shape=(4, 3))
+    outer = jitted("outer", ranks=(4,), dtype="float32", **shape)
     (u,) = shrink(x, sizes, SLOTS, (factor,), races=False)
     (sums,) = outer((left,), x, sizes, SLOTS, races=False)
     x[SLOTS == 2] = np.nan

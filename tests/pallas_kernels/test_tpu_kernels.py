@@ -169,8 +169,9 @@ def shrink_arguments(group_sizes, row_slots, dtype="float32", seed=0):
 def test_shrink(batch):
     arguments = shrink_arguments(*batch)
     x, sizes, slots, factors, scalings = arguments
-    found = jitted("shrink", starts=(0, 24))(x, sizes, slots, factors, scalings=scalings)
-    expected = tpu_interpreter.shrink(x, sizes, slots, factors, (0, 24), scalings)
+    static = dict(starts=(0, 24), firsts=(0, 0))
+    found = jitted("shrink", **static)(x, sizes, slots, factors, scalings=scalings)
+    expected = tpu_interpreter.shrink(x, sizes, slots, factors, scalings=scalings, **static)
     adapted = (batch[1] >= 0) & (groups_of_rows(batch[0], 40) >= 0)
     for u, exact in zip(found, expected, strict=True):
         assert_close(u[adapted], exact[adapted], "float32")
@@ -192,7 +193,7 @@ def test_outer(groups, start, width, batch):
     right = rng.standard_normal((40, 300)).astype(np.float32)
     absent = (groups_of_rows(batch[0], 40) < 0) | (batch[1] < 0)
     left[absent], right[absent], left[:, 5:] = np.nan, np.inf, np.nan
-    static = dict(start=start, width=width, shape=(4, groups))
+    static = dict(start=start, width=width, first=0, shape=(4, groups))
     outer = jitted("outer", ranks=(2, 3), dtype="float32", **static)
     found = outer((left[:, :2], left[:, 2:]), right, *batch)
     for sums, u in zip(found, (left[:, :2], left[:, 2:5]), strict=True):
@@ -205,9 +206,11 @@ def test_no_rows():
     arguments = case.arguments((0, 0, 0), np.zeros(0, np.int32))
     assert case.run(*arguments).shape == (0, 48)
     x, _, sizes, slots, u, factors = arguments
-    (low,) = jitted("shrink", starts=(0,), scalings=(None,))(x, sizes, slots, factors[:1])
+    shrink = jitted("shrink", starts=(0,), scalings=(None,), firsts=(0,))
+    (low,) = shrink(x, sizes, slots, factors[:1])
     assert low.shape == (0, 4)
-    outer = jitted("outer", ranks=(4,), start=0, width=40, shape=(4, 3), dtype="float32")
+    shape = dict(start=0, width=40, first=0, shape=(4, 3))
+    outer = jitted("outer", ranks=(4,), dtype="float32", **shape)
     (sums,) = outer(u[:1], x, sizes, slots)
     assert sums.shape == (4, 3, 4, 40) and not sums.any()
 

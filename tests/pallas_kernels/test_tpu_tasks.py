@@ -9,7 +9,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_lora_matmul.tpu_tasks import row_runs, row_tasks, tables
+from pallas_kernels.grouped_lora_matmul.tpu_tasks import (
+    row_runs,
+    row_tasks,
+    rows_of_slots,
+    tables,
+)
 
 ROWS, BLOCK = 50, 16
 TILES = -(-ROWS // BLOCK)
@@ -87,6 +92,14 @@ def test_equal_groups():
     assert found.ends.tolist() == [10, 20, 30, 40, 50]
     assert found.row_slots.tolist() == list(range(50))
     assert found.group_of_row.tolist() == [row // 10 for row in range(50)]
+
+
+def test_rows_of_slots():
+    found = tables(np.array([9], np.int32), np.array([-1, 0, 1, 2, 3, 4, 5, 9, 3, 3], np.int32), 1)
+    of_two = rows_of_slots(found, 1, [(1, 2), (4, 1)])
+    assert of_two.row_slots.tolist() == [-1, -1, 0, 1, -1, 3, -1, -1, -1, -1]
+    assert rows_of_slots(found, 3, [(3, 2)]).row_slots.tolist() == [*[-1] * 4, 0, 1, -1, -1, 0, -1]
+    assert rows_of_slots(found, 0, [(0, 10)]).row_slots.tolist() == found.row_slots.tolist()
 
 
 @settings(max_examples=40, deadline=None)

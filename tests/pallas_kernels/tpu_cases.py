@@ -21,6 +21,10 @@ class ProductCase(ProductSizes):
     dtype: str = "float32"
     schedule: ProductSchedule | None = None
 
+    @property
+    def static(self):
+        return super().static | dict(firsts=(0,) * len(self.terms))
+
     def arguments(self, group_sizes, row_slots, seed=0):
         """x, w, group_sizes, row_slots, u, factors. Rows past the last group, and u of rows
         without an adapter, are NaN."""

@@ -9,6 +9,7 @@ environment when jax starts.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import sys
@@ -27,8 +28,12 @@ SETTINGS = {
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
 
-def calls(shape, tokens: int, dtype, rank: int, slots: int):
-    """Yields (name, function, argument shapes) of everything one layer runs."""
+def calls(shape, tokens: int, dtype, classes):
+    """Yields (name, function, argument shapes) of everything one layer runs.
+
+    Args:
+      classes: (rank, slots) of each rank class.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -41,47 +46,57 @@ def calls(shape, tokens: int, dtype, rank: int, slots: int):
     rows, groups = tokens * shape.top_k, shape.experts
     hidden, wide = shape.hidden, shape.intermediate
     table = array(groups, dtype=jnp.int32), array(rows, dtype=jnp.int32)
-    low = array(rows, rank)
-    scaling = array(slots, groups, dtype=jnp.float32)
+    first_slots = tuple(itertools.accumulate((slots for _, slots in classes), initial=0))[:-1]
 
-    def factor(width):
-        return array(slots, groups, rank, width)
+    def factors_of(widths):
+        """Of all terms: class by class, part by part."""
+        return tuple(array(s, groups, rank, width) for rank, s in classes for width in widths)
+
+    def firsts_of(parts):
+        return tuple(first for first in first_slots for _ in parts)
 
     def product(k, n, starts, widths, contract, gate):
         w = array(groups, n, k) if contract == 2 else array(groups, k, n)
-        static = dict(starts=starts, contract=contract, gate=gate)
-        factors = tuple(factor(width) for width in widths)
+        factors, firsts = factors_of(widths), firsts_of(widths)
+        u = tuple(array(rows, factor.shape[2]) for factor in factors)
+        every = dict(starts=starts * len(classes), firsts=firsts)
+        static = every | dict(contract=contract, gate=gate)
 
         def function(x, w, sizes, row_slots, u, factors):
             tables = mosaic_tpu.tables(sizes, row_slots, groups)
             return mosaic_tpu.product(x, w, tables, u, factors, **static)
 
-        return function, (array(rows, k), w, *table, (low,) * len(factors), factors)
+        return function, (array(rows, k), w, *table, u, factors)
 
     for name, *sizes in layer_products(shape):
         yield name, *product(*sizes)
 
     def shrink(x, sizes, row_slots, factors, scalings, starts):
         tables = mosaic_tpu.tables(sizes, row_slots, groups)
-        return mosaic_tpu.shrink(x, tables, factors, starts, scalings)
+        starts, firsts = starts * len(classes), firsts_of(starts)
+        return mosaic_tpu.shrink(x, tables, factors, starts, scalings, firsts)
 
     def outer(left, right, sizes, row_slots, shape):
         tables = mosaic_tpu.tables(sizes, row_slots, groups)
-        lefts, width = ((left, rank),), right.shape[1]
-        return mosaic_tpu.outer(lefts, right, 0, width, tables, shape, jnp.float32)
+        lefts, width = ((left, left.shape[1]),), right.shape[1]
+        first = first_slots[-1]
+        return mosaic_tpu.outer(lefts, right, 0, width, tables, first, shape, jnp.float32)
 
     for name, width, starts, part in (
         ("shrink", hidden, (0, 0), hidden),
         ("shrink backward", 2 * wide, (0, wide), wide),
     ):
-        arguments = array(rows, width), *table, (factor(part),) * 2, (scaling,) * 2
+        factors = factors_of((part, part))
+        scalings = tuple(array(*f.shape[:2], dtype=jnp.float32) for f in factors)
+        arguments = array(rows, width), *table, factors, scalings
         yield name, functools.partial(shrink, starts=starts), arguments
+    rank, slots = classes[-1]
     for name, buckets in ("outer", (slots, groups)), ("outer shared", (slots, 1)):
-        arguments = low, array(rows, hidden), *table
+        arguments = array(rows, rank), array(rows, hidden), *table
         yield name, functools.partial(outer, shape=buckets), arguments
 
 
-def layers(shape, tokens: int, dtype, rank: int, slots: int):
+def layers(shape, tokens: int, dtype, classes):
     """Yields (name, function, argument shapes) of a whole layer, forward and with gradients."""
     import jax
     import jax.numpy as jnp
@@ -94,8 +109,15 @@ def layers(shape, tokens: int, dtype, rank: int, slots: int):
     groups, hidden, wide = shape.experts, shape.hidden, shape.intermediate
 
     def pair(k, n, a_groups=groups, b_groups=groups):
-        scaling = array(slots, 1, dtype=jnp.float32)
-        return Lora(array(slots, a_groups, rank, k), array(slots, b_groups, rank, n), scaling)
+        found = tuple(
+            Lora(
+                array(slots, a_groups, rank, k),
+                array(slots, b_groups, rank, n),
+                array(slots, 1, dtype=jnp.float32),
+            )
+            for rank, slots in classes
+        )
+        return found[0] if len(found) == 1 else found
 
     choices = tokens, shape.top_k
     x, weights = array(tokens, hidden), array(*choices, dtype=jnp.float32)
@@ -126,8 +148,7 @@ def main(
     name: str,
     tokens: int = 64,
     dtype: str = "bfloat16",
-    rank: int = 16,
-    slots: int = 8,
+    classes: tuple[tuple[int, int], ...] = ((16, 8),),
     only: list[str] | None = None,
 ):
     """Compiles each kernel of a named expert shape; or those kernels and layers that `only` names.
@@ -136,7 +157,7 @@ def main(
     """
     from pallas_kernels.shapes import EXPERT_SHAPES
 
-    sizes = EXPERT_SHAPES[name], tokens, dtype, rank, slots
+    sizes = EXPERT_SHAPES[name], tokens, dtype, classes
     wanted = list(calls(*sizes))
     if only is not None:
         wanted = [call for call in (*wanted, *layers(*sizes)) if call[0] in only]

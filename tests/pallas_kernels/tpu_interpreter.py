@@ -72,16 +72,22 @@ def _of(array, slot, group):
     return array[slot, group if array.shape[1] > 1 else 0].astype(np.float64)
 
 
-def product(x, w, group_sizes, row_slots, u, factors, starts, *, contract, gate=None):
-    """`product` of the backend interface in float64."""
+def _place(row_slot, factor, first):
+    """A slot's place in a factor whose slots begin at number `first`; -1 if it is not there."""
+    return row_slot - first if first <= row_slot < first + factor.shape[0] else -1
+
+
+def product(x, w, group_sizes, row_slots, u, factors, starts, firsts=None, *, contract, gate=None):
+    """`product` of the backend interface in float64; firsts of None are zeros."""
+    firsts = firsts or (0,) * len(factors)
     y = np.zeros((len(x), w.shape[3 - contract]))
     for row, group in enumerate(groups_of_rows(group_sizes, len(x))):
         if group < 0:
             continue
         weight = w[group].astype(np.float64)
         y[row] = x[row].astype(np.float64) @ (weight.T if contract == 2 else weight)
-        slot = row_slots[row]
-        for low, factor, start in zip(u, factors, starts, strict=True):
+        for low, factor, start, first in zip(u, factors, starts, firsts, strict=True):
+            slot = _place(row_slots[row], factor, first)
             if slot >= 0:
                 delta = low[row].astype(np.float64) @ _of(factor, slot, group)
                 y[row, start : start + factor.shape[3]] += delta
@@ -93,26 +99,29 @@ def product(x, w, group_sizes, row_slots, u, factors, starts, *, contract, gate=
     return left / (1 + np.exp(-gate.alpha * left)) * (right + gate.up_offset)
 
 
-def shrink(x, group_sizes, row_slots, factors, starts, scalings):
+def shrink(x, group_sizes, row_slots, factors, starts, scalings, firsts=None):
     """`shrink` of the backend interface in float64; zeros where the interface says anything."""
+    firsts = firsts or (0,) * len(factors)
     found = [np.zeros((len(x), factor.shape[2])) for factor in factors]
     for row, group in enumerate(groups_of_rows(group_sizes, len(x))):
-        slot = row_slots[row]
-        if group < 0 or slot < 0:
-            continue
-        for u, factor, start, scaling in zip(found, factors, starts, scalings, strict=True):
+        terms = zip(found, factors, starts, scalings, firsts, strict=True)
+        for u, factor, start, scaling, first in terms:
+            slot = _place(row_slots[row], factor, first)
+            if group < 0 or slot < 0:
+                continue
             part = x[row, start : start + factor.shape[3]].astype(np.float64)
             scale = 1.0 if scaling is None else _of(scaling, slot, group)
             u[row] = scale * (_of(factor, slot, group) @ part)
     return tuple(found)
 
 
-def outer(left, right, group_sizes, row_slots, *, start, width, shape):
+def outer(left, right, group_sizes, row_slots, *, start, width, shape, first=0):
     """`outer` of the backend interface in float64."""
     right = right[:, start : start + width]
     sums = np.zeros((*shape, left.shape[1], width))
     for row, group in enumerate(groups_of_rows(group_sizes, len(left))):
-        if group >= 0 and row_slots[row] >= 0:
-            bucket = row_slots[row], group if shape[1] > 1 else 0
+        slot = row_slots[row] - first
+        if group >= 0 and 0 <= slot < shape[0]:
+            bucket = slot, group if shape[1] > 1 else 0
             sums[bucket] += np.outer(left[row].astype(np.float64), right[row].astype(np.float64))
     return sums

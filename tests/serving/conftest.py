@@ -10,7 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from lora_moe_jax import Engine
+from lora_moe_jax.pocket import BASE
 from tests.adapters.tables import GOLDEN
+from tests.serving.helpers import TIGHT
 
 OPTIONS = {
     "dtype": "float32",
@@ -45,6 +47,12 @@ def golden() -> Callable[[str], Golden]:
         )
 
     return load
+
+
+@pytest.fixture(scope="session")
+def tight() -> Engine:
+    """The pocket model's, short of everything; empty before and after."""
+    return Engine.from_pretrained(BASE, **TIGHT)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,6 +36,15 @@ def greedy(max_tokens: int = 8, **settings) -> SamplingParams:
 
 def sampled(seed: int, max_tokens: int = 8, **settings) -> SamplingParams:
     return greedy(max_tokens, **{"temperature": 1.0, "seed": seed} | settings)
+
+
+def with_options(engine: Engine, **options) -> Engine:
+    """An engine on another's compiled steps, cache and bank, for options that change none of these.
+
+    What the other has in them is written over.
+    """
+    changed = dataclasses.replace(engine.options, **options)
+    return Engine(engine.arrays, engine.config, engine.codec, engine._runner.steps, changed)
 
 
 def load_golden(engine: Engine, family: str, names: Sequence[str] = ADAPTERS) -> None:

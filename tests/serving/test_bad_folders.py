@@ -45,7 +45,7 @@ def test_no_model_there(folder):
 BAD_OPTIONS = [
     ("dtype", ("float16", "f32", None, 32, ["float32"])),
     ("max_adapters", (-1, 1.0, "8", None, True)),
-    ("max_rank", (0, -1, 2.0, None)),
+    ("max_rank", (0, -1, 2.0, None, {}, {16: 7}, {16: 9}, {0: 8}, {16: 8.0}, {"16": 8})),
     ("max_requests", (0, None, "8")),
     ("max_length", (0, 257, 1.5, "64")),
     ("page_size", (0, -16, None, 16.0)),

@@ -259,7 +259,7 @@ def test_an_interrupted_step(one, monkeypatch, when, method, count):
 def test_an_interrupt_while_a_slot_is_written(one, monkeypatch, kind):
     """The write takes the old arrays; Ctrl-C comes before the new ones are in their place."""
     adapter = read_adapter(FOLDERS / "rslora", one.bank.projections)
-    batch, writer = prompts([12]), one._writer
+    batch, (writer,) = prompts([12]), one._writer._classes.values()
     expected = bits(one.generate(batch, greedy(5), "rslora")[0])
     with others(one):
         with monkeypatch.context() as patch:

@@ -8,7 +8,7 @@ import pytest
 
 from lora_moe_jax import Engine
 from lora_moe_jax.pocket import BASE
-from tests.serving.helpers import TIGHT
+from tests.serving.helpers import with_options
 from tests.serving.load import LONGEST_PROMPT, MOST_TOKENS, Clock, Load, Memory, write_adapters
 
 OPTIONS = {
@@ -57,9 +57,9 @@ def check_figures(figures: dict[str, object]) -> None:
     assert not idle, idle
 
 
-def test_a_little_load(tmp_path: Path):
+def test_a_little_load(tmp_path: Path, tight: Engine):
     """Compared with each request alone in the same engine, which then forgets what it has."""
-    engine = Engine.from_pretrained(BASE, **TIGHT)
+    engine = with_options(tight)
     load = Load(engine, write_adapters(tmp_path, engine.bank.projections, 12), seed=1)
     check_figures(run_load(load, engine, 40))
     for info in engine.adapters():

@@ -28,9 +28,9 @@ from hypothesis.stateful import (
 
 from lora_moe_jax import AdapterError, Engine, RequestStream, read_adapter
 from lora_moe_jax.adapters import Adapter
-from lora_moe_jax.pocket import ADAPTERS, BASE
+from lora_moe_jax.pocket import ADAPTERS
 from lora_moe_jax.serving.request import Request, scores
-from tests.serving.helpers import TIGHT, bits, greedy, prompts, sampled
+from tests.serving.helpers import TIGHT, bits, greedy, prompts, sampled, with_options
 
 MOST = 12
 LONG = prompts([26], seed=1)[0]
@@ -59,8 +59,8 @@ class World:
 
 
 @pytest.fixture(scope="module", params=["finish", "switch"])
-def world(request) -> World:
-    engine = Engine.from_pretrained(BASE, **TIGHT, update_policy=request.param)
+def world(request, tight) -> World:
+    engine = with_options(tight, update_policy=request.param)
     made = World(engine, {}, {}, {}, {})
     engine._runner.scheduler.prefix_cache = False
     for source in (None, *SOURCES):

@@ -35,7 +35,7 @@ SIX = golden_adapters(FAMILY)
 # ---- the scheduler alone -------------------------------------------------------------------------
 def scheduler(slots: int, names: str, rows: int = 4, pages: int = 64) -> Scheduler:
     """With an adapter for each letter, and a bank that is not there."""
-    adapters = AdapterPool(slots, lambda slot, adapter: None, no_read)
+    adapters = AdapterPool([64] * slots, lambda slot, adapter: None, no_read)
     for name in names:
         adapters.add(name, Adapter({}, "module", AdapterConfig(r=1, target_modules=("x",))))
     return Scheduler(

@@ -121,7 +121,7 @@ def test_the_pool_takes_idle_pages_when_it_has_no_others():
 
 # ---- the scheduler -------------------------------------------------------------------------------
 def entry() -> Entry:
-    pool = AdapterPool(1, lambda slot, adapter: None, no_read)
+    pool = AdapterPool([64], lambda slot, adapter: None, no_read)
     return pool.add("x", no_adapter())
 
 
@@ -146,7 +146,7 @@ class Simulation:
     ):
         self.behind = behind
         self.under_way: deque[StepBatch] = deque()
-        self.adapters = AdapterPool(slots, lambda slot, adapter: None, no_read)
+        self.adapters = AdapterPool([64] * slots, lambda slot, adapter: None, no_read)
         self.one = Scheduler(
             PagePool(pages, PAGE),
             self.adapters,

@@ -11,7 +11,7 @@ from lora_moe_jax import ConfigError, Engine
 from tests.adapters.tables import GOLDEN
 from tests.serving.byte_tokenizer import byte_codec
 from tests.serving.conftest import OPTIONS
-from tests.serving.helpers import bits, greedy, load_golden, prompts, sampled
+from tests.serving.helpers import bits, greedy, load_golden, prompts, sampled, with_options
 
 FAMILY = "deepseek_v3"
 FOLDERS = GOLDEN / FAMILY / "adapters"
@@ -239,11 +239,11 @@ def test_text_and_stops_go_on_after_making_room(one, monkeypatch):
 
 
 def test_without_it_nothing_is_kept(one):
-    off = Engine.from_pretrained(GOLDEN / FAMILY / "base", **OPTIONS, prefix_cache=False)
-    load_golden(off, FAMILY)
     batch, names = prompts([40, 40, 17], seed=13), ["attn", None, "experts"]
     expected = hits(one, batch * 2, greedy(5), names * 2)
     assert expected[0] == 32 + 32 + 16
+    off = with_options(one, prefix_cache=False)
+    load_golden(off, FAMILY)
     for _ in range(2):
         assert hits(off, batch * 2, greedy(5), names * 2) == (0, expected[1])
         assert off.stats().cached_pages == 0

@@ -66,9 +66,20 @@ def master(trainer: Trainer, name: str, projection: str) -> Master:
 def state(trainer: Trainer, engine: Engine, name: str) -> list[np.ndarray]:
     """All that there is of an adapter: masters, moments, and its slot."""
     training = trainer._adapters[name]
-    slot = slot_of(engine, name)
-    in_slot = [array[slot] for array in jax.tree.leaves(engine.bank.arrays)]
+    in_slot = slot_values(engine, slot_of(engine, name))
     return arrays((training.masters, training.moments, in_slot))
+
+
+def slot_values(engine: Engine, slot: int) -> list[np.ndarray]:
+    """What is in a slot, with zeros up to the bank's largest rank."""
+    rank, place = engine.bank.locate(slot)
+    own, found = engine.bank.classes[rank], []
+    for name in sorted(own.places):
+        for array in own.copy(name):
+            value = np.asarray(array[place])
+            more = engine.bank.max_rank - rank if value.ndim == 3 else 0
+            found.append(np.pad(value, [(0, 0), (0, more), (0, 0)] if more else 0))
+    return found
 
 
 def slot_of(engine: Engine, name: str) -> int:
