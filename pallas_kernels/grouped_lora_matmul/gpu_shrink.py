@@ -326,6 +326,8 @@ class _Kernel:
     def compute_run(self, run: _Run, step):
         # Read while the factors are on their way.
         scalings = [self.scaling(run, part) for part in range(self.layout.parts)]
+        # A stage's products run on while the next stage's begin, if loads have stages enough.
+        lag = int(self.schedule.stages > 3)
 
         def product(height, step):
             def k_loop(*accumulators):
@@ -337,11 +339,15 @@ class _Kernel:
                         for block, accumulator in enumerate(accumulators):
                             ranks = pl.ds(64 * block, 64)
                             plgpu.wgmma(accumulator, self.a_tiles.at[stage, part, ranks], rows)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(self.empty.at[stage])
+                    # All but the products of `lag` stages have ended, and what these read is free.
+                    plgpu.wgmma_wait(lag * SHRINK_STEPS * len(accumulators))
+                    pl.when(k >= lag)(functools.partial(self.release, step - lag))
                     return step + 1
 
-                lax.fori_loop(0, self.layout.k_steps, k_step, step)
+                end = lax.fori_loop(0, self.layout.k_steps, k_step, step)
+                if lag:
+                    plgpu.wgmma_wait(0)
+                    self.release(end - 1)
                 return tuple(accumulator[...] for accumulator in accumulators)
 
             accumulators = [plgpu.ACC((64, height)) for _ in range(self.layout.blocks)]
@@ -350,6 +356,9 @@ class _Kernel:
             return step + self.layout.k_steps
 
         return for_height(self.schedule.heights, run.rows, product, step)
+
+    def release(self, step):
+        plgpu.barrier_arrive(self.empty.at[self.stage_of(step)])
 
     def store(self, run: _Run, block, total):
         height = total.shape[1]
