@@ -173,7 +173,7 @@ class AdapterPool:
         if runs and not self._holds(old.slot, adapter.rank):
             self._check_obtainable(name, adapter.rank)
         entry = self._new_version(name, adapter)
-        free = any(self._slots[slot] is None for slot in self._fitting(entry))
+        free = None in map(self._slots.__getitem__, self._fitting(entry, entry.info.rank))
         if entry.slot is not None or free or entry.info.pinned or entry.running:
             self._place(entry)
         return entry
@@ -234,14 +234,14 @@ class AdapterPool:
     def _check_obtainable(self, name: str, rank: int) -> None:
         """Raises AdapterError if no slot can be had at once for a new version."""
         old = self._entries.get(name)
-        fitting = [e for e, its in zip(self._slots, self._ranks, strict=True) if its >= rank]
+        fitting = [self._slots[slot] for slot in self._fitting(old, rank)]
         if all(e and (e.running or (e.info.pinned and e is not old)) for e in fitting):
             raise AdapterError(
                 "no slot can be had for a new version: each is pinned or in use by a running "
                 "request",
                 key=name,
                 expected="a slot whose adapter is neither",
-                found=f"{len(fitting)} slots of its rank",
+                found=f"{len(fitting)} slots that it may have",
                 hint="finish or abort streams first, unpin_adapter one, or build the engine with a "
                 "larger max_adapters: one slot more than adapters that run at a time, or, with "
                 'update_policy="switch", as many',
@@ -428,7 +428,7 @@ class AdapterPool:
     def _slot_for(self, entry: Entry) -> int | None:
         """A free slot, else that of the entry not used for longest among the idle ones, if any; of
         the smallest rank."""
-        fitting = self._fitting(entry)
+        fitting = self._fitting(entry, entry.info.rank)
         free = [slot for slot in fitting if self._slots[slot] is None]
         if free:
             return free[0]
@@ -440,12 +440,13 @@ class AdapterPool:
         order = [(self._ranks[slot], self._slots[slot].last_used, slot) for slot in idle]
         return min(order)[-1] if order else None
 
-    def _fitting(self, entry: Entry) -> list[int]:
-        """Slots that the entry may have, the smallest first."""
+    def _fitting(self, entry: Entry | None, rank: int) -> list[int]:
+        """Slots that an entry, or a version of this rank after it, may have, the smallest first."""
+        pinned = entry is not None and entry.info.pinned
         return [
             slot
-            for slot, rank in enumerate(self._ranks)
-            if rank >= entry.info.rank and (not entry.info.pinned or self._leaves_room(rank, entry))
+            for slot, its in enumerate(self._ranks)
+            if its >= rank and (not pinned or self._leaves_room(its, entry))
         ]
 
     def _holds(self, slot: int | None, rank: int) -> bool:

@@ -442,11 +442,24 @@ def test_a_successor_of_a_larger_rank_moves_with_its_requests(kind):
     before = list(pool)
     with pytest.raises(AdapterError, match="no slot can be had") as caught:
         getattr(pool, kind)("a", new(8))
-    assert caught.value.found == "1 slots of its rank" and list(pool) == before
+    assert caught.value.found == "1 slots that it may have" and list(pool) == before
     stop(pool, other)
     successor = getattr(pool, kind)("a", new(8))
     assert (successor.slot, successor.running) == (1, 1)
     assert entries["a"].slot is None and other.slot is None
+
+
+def test_an_update_that_is_pinned_does_not_take_the_last_slot():
+    pool, written, entries = make((2, 2, 8, 8), "ab")
+    pool.add("l", adapter(8))
+    pool.pin("a"), pool.pin("l")
+    run(pool, entries["a"]), run(pool, entries["b"])
+    before = list(pool), list(written)
+    with pytest.raises(AdapterError, match="no slot can be had"):
+        pool.update("a", params(2))
+    assert (list(pool), list(written)) == before
+    stop(pool, entries["b"])
+    assert pool.update("a", params(2)).slot == 1
 
 
 def test_one_slot_of_every_rank_is_never_pinned():
