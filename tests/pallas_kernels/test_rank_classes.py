@@ -126,7 +126,7 @@ def poisoned(classes):
     return first, Lora(*(np.full_like(array, np.nan) for array in second)), *rest
 
 
-@pytest.mark.parametrize("kernels", ["platform", "triton"])
+@pytest.mark.parametrize("kernels", [pytest.param("platform", marks=pytest.mark.slow), "triton"])
 def test_a_class_has_the_bits_it_has_alone(kernels, implementation):
     """Of its own rank, with nothing else in the bank."""
     implementation = implementation if kernels == "platform" else kernels

@@ -40,7 +40,7 @@ def slot_bits(engine: Engine, slot: int) -> list[bytes]:
     return [np.asarray(x[slot]).tobytes() for x in jax.tree.leaves(engine.bank.arrays)]
 
 
-@pytest.mark.parametrize("family", [FAMILY, "qwen3_moe"])
+@pytest.mark.parametrize("family", [FAMILY, pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_updating_equals_loading(engine, family):
     one = engine(family)
     for name in golden_adapters(family):
