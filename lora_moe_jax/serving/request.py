@@ -6,6 +6,7 @@ import enum
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,8 +54,7 @@ class Completion:
     adapter_versions: list[int] | None = None
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What a stream yields: one token of one request, or none where the request was aborted.
 
     `text` is what became readable with it (it may be empty while a character is incomplete or a
