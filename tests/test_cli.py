@@ -37,7 +37,7 @@ def test_help(command, capsys):
 
 def test_ranks_of_slots(capsys):
     assert (ranks("16"), ranks("16:6,64:2")) == (16, {16: 6, 64: 2})
-    for text in ("16:6,64", "x", "16:", ":2", ""):
+    for text in ("16:6,64", "x", "16:", ":2", "", "16:2,16:3"):
         with pytest.raises(SystemExit):
             main(["serve", "--max-rank", text])
         assert "RANK:SLOTS" in capsys.readouterr().err

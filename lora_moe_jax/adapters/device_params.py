@@ -80,7 +80,7 @@ class DeviceParams:
         params = params.pairs if isinstance(params, Adapter) else params
         if not isinstance(params, Mapping):
             raise _wrong("params", "a mapping from projection names", type(params).__name__)
-        values, ranks = {}, {}
+        values, ranks, there = {}, {}, bank.sharding
         for name, value in params.items():
             if not isinstance(name, str) or name not in bank.projections:
                 expected = f"one of {len(bank.projections)} projections that have slots"
@@ -94,7 +94,7 @@ class DeviceParams:
             else:
                 _check_slot(name, value, slot, bank.classes)
             ranks[name] = value.a.shape[1]
-            values[name] = type(value)(*(_beside(array, bank.sharding) for array in value))
+            values[name] = type(value)(*(_beside(array, there) for array in value))
         return cls(values, InSlot(ranks))
 
     @classmethod

@@ -24,64 +24,16 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lora_moe_jax.adapters.adapter import Adapter
 from lora_moe_jax.adapters.device_params import DeviceParams, InSlot
+from lora_moe_jax.adapters.entry import AdapterInfo, Entry
 from lora_moe_jax.adapters.names import check_name
 from lora_moe_jax.errors import AdapterError
 
 WHEN_BUSY = ("refuse", "finish")
 _NAMES_SHOWN = 8  # in messages: there may be thousands
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """What was known of an adapter when it was asked for.
-
-    Attributes:
-      version: counts the loads under this name, from 1.
-      slot: where it is on the device; None while it is in host memory alone.
-      layout: as in `Adapter.layout`; "device" for a version that came from there.
-      nbytes: of the host copy; 0 while there is none.
-      pinned: whether it keeps its slot.
-    """
-
-    name: str
-    version: int
-    slot: int | None
-    rank: int
-    layout: str
-    targets: tuple[str, ...]
-    nbytes: int
-    pinned: bool = False
-
-
-@dataclass(eq=False)
-class Entry:
-    """One version of an adapter.
-
-    Attributes:
-      info: what is known of it now.
-      adapter: the host copy, or what stands for it while the values are in the slot alone; None
-        once nothing can need it any more.
-      requests: how many unfinished requests began with it.
-      running: how many of them run; it keeps its slot while any does.
-      last_used: a count that grows with every use of any entry.
-      successor: the version that has taken its slot and its requests.
-    """
-
-    info: AdapterInfo
-    adapter: Adapter | InSlot | None
-    requests: int = 0
-    running: int = 0
-    last_used: int = 0
-    successor: Entry | None = None
-
-    @property
-    def slot(self) -> int | None:
-        """Its slot now; None if it has none."""
-        return self.info.slot
 
 
 class AdapterPool:

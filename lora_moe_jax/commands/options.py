@@ -53,7 +53,10 @@ def ranks(text: str) -> int | dict[int, int]:
     pairs = [part.partition(":")[::2] for part in text.split(",")]
     if not all(rank.isdecimal() and slots.isdecimal() for rank, slots in pairs):
         raise argparse.ArgumentTypeError(f"expected RANK or RANK:SLOTS,RANK:SLOTS, found {text}")
-    return {int(rank): int(slots) for rank, slots in pairs}
+    found = {int(rank): int(slots) for rank, slots in pairs}
+    if len(found) < len(pairs):
+        raise argparse.ArgumentTypeError(f"expected each RANK once in RANK:SLOTS, found {text}")
+    return found
 
 
 def positive(text: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from flax import nnx
@@ -59,10 +59,6 @@ class RankClasses(nnx.Module):
     def __init__(self, classes: Sequence[AdapterSlots]):
         self.classes = nnx.List(classes)
 
-    def lora(self) -> tuple[Lora, ...]:
-        """The arrays in the form that the kernels take."""
-        return tuple(its.lora() for its in self.classes)
-
 
 def zero_slots(
     build: Build, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str | None = None
@@ -77,25 +73,25 @@ def _expert_axis(groups: int) -> str | None:
 
 
 def adapter_slots(
-    projection: Projection, build: Build, **axes
+    projection: Projection, build: Build, kind: type[AdapterSlots] = AdapterSlots, **of_kind
 ) -> AdapterSlots | RankClasses | None:
-    """The slots of a projection, or None when no adapter may target it."""
-    if not has_slots(projection, build):
+    """The slots of a projection, or None when no adapter may target it.
+
+    Args:
+      of_kind: what the kind of slots is built with.
+    """
+    config = build.adapters
+    if config is None or (config.targets is not None and projection.name not in config.targets):
         return None
-    return joined([AdapterSlots(projection, its, **axes) for its in build.classes()])
-
-
-def joined(classes: Sequence[AdapterSlots]) -> AdapterSlots | RankClasses:
-    """Slots of one rank as they are, of several as one."""
+    classes = [kind(projection, its, **of_kind) for its in build.classes()]
     return classes[0] if len(classes) == 1 else RankClasses(classes)
 
 
-def has_slots(projection: Projection, build: Build) -> bool:
-    """Whether adapters may target this projection."""
-    config = build.adapters
-    return config is not None and (config.targets is None or projection.name in config.targets)
-
-
-def lora_of(slots: AdapterSlots | RankClasses | None) -> Slots | None:
-    """`slots.lora()`, None if there are none."""
-    return None if slots is None else slots.lora()
+def lora_of(
+    slots: AdapterSlots | RankClasses | None,
+    form: Callable[[AdapterSlots], Lora] = AdapterSlots.lora,
+) -> Slots | None:
+    """The arrays in the form that the kernels take, None if there are none."""
+    if isinstance(slots, RankClasses):
+        return tuple(map(form, slots.classes))
+    return None if slots is None else form(slots)

@@ -34,7 +34,7 @@ class Embedding(nnx.Module):
         x = self.axes.psum(x, self.vocab_axis)  # one device has the row, the others add zeros
         if self.slots is None:
             return x
-        lora = self.slots.lora()
+        lora = lora_of(self.slots)
         u = jnp.where(here, columns(lora, token_slots, row).astype(jnp.float32), 0)
         u = self.axes.psum(u, self.vocab_axis) * scalings(lora, token_slots)
         y = plus_rows(x.astype(jnp.float32), u, lora, token_slots)

@@ -12,7 +12,6 @@ factor (one for each head) and A as the outer (shared by all heads), the second 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -24,13 +23,7 @@ from jaxtyping import Array, Float, Int
 from lora_moe_jax.adapters.bank import KvBLora
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.config.model import MlaConfig, ModelConfig
-from lora_moe_jax.layers.adapter_slots import (
-    AdapterSlots,
-    RankClasses,
-    has_slots,
-    joined,
-    zero_slots,
-)
+from lora_moe_jax.layers.adapter_slots import AdapterSlots, adapter_slots, lora_of, zero_slots
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.cache import LayerCache
 from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
@@ -143,20 +136,20 @@ class AbsorbedKvB(nnx.Module):
         )
         width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         projection = Projection(name, mla.kv_lora_rank, width)
-        self.slots = _kv_b_slots(projection, build, mla)
+        self.slots = adapter_slots(projection, build, KvBSlots, mla=mla)
 
     def absorb_query(
         self, q_nope: Float[Array, "tokens heads nope"], token_slots: Int[Array, " tokens"]
     ) -> Float[Array, "tokens heads latent"]:
         """q_nope in the latent's space."""
-        lora = _lora_of(self.slots, KvBSlots.key_lora)
+        lora = lora_of(self.slots, KvBSlots.key_lora)
         return _per_head(q_nope, self.k_up[...], token_slots, lora)
 
     def values(
         self, attended: Float[Array, "tokens heads latent"], token_slots: Int[Array, " tokens"]
     ) -> Float[Array, "tokens heads v"]:
         """The values of attention-weighted latents."""
-        lora = _lora_of(self.slots, KvBSlots.value_lora)
+        lora = lora_of(self.slots, KvBSlots.value_lora)
         return _per_head(attended, self.v_up[...], token_slots, lora)
 
 
@@ -188,24 +181,6 @@ class KvBSlots(AdapterSlots):
     def value_lora(self) -> Lora:
         """The adapters of latents times W_UVᵀ: A inside, B outside, one for each head."""
         return Lora(self.a[...], self.b_value[...], self.scaling[...])
-
-
-def _kv_b_slots(
-    projection: Projection, build: Build, mla: MlaConfig
-) -> KvBSlots | RankClasses | None:
-    """`adapter_slots` of kv_b."""
-    if not has_slots(projection, build):
-        return None
-    return joined([KvBSlots(projection, its, mla) for its in build.classes()])
-
-
-def _lora_of(
-    slots: KvBSlots | RankClasses | None, half: Callable[[KvBSlots], Lora]
-) -> Slots | None:
-    """One half of kv_b's adapters in the form that the kernels take."""
-    if slots is None:
-        return None
-    return tuple(map(half, slots.classes)) if isinstance(slots, RankClasses) else half(slots)
 
 
 def _per_head(x: jax.Array, w: jax.Array, token_slots: jax.Array, lora: Slots | None) -> jax.Array:

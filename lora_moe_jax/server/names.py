@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from lora_moe_jax.adapters.pool import AdapterInfo
+from lora_moe_jax.adapters.entry import AdapterInfo
 from lora_moe_jax.errors import AdapterError
 from lora_moe_jax.server.errors import ApiError
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Literal, TypeVar
 
 from lora_moe_jax.adapters import Adapter, read_adapter
-from lora_moe_jax.adapters.pool import AdapterInfo
+from lora_moe_jax.adapters.entry import AdapterInfo
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving import validate
 from lora_moe_jax.serving.engine import Engine

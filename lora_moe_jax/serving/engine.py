@@ -12,7 +12,8 @@ from lora_moe_jax.adapters import Adapter, LoraPair, check_name, read_adapter
 from lora_moe_jax.adapters.bank import KvBLora
 from lora_moe_jax.adapters.check import check_adapter
 from lora_moe_jax.adapters.device_params import DeviceParams
-from lora_moe_jax.adapters.pool import AdapterInfo, AdapterPool
+from lora_moe_jax.adapters.entry import AdapterInfo
+from lora_moe_jax.adapters.pool import AdapterPool
 from lora_moe_jax.adapters.slot_writer import SlotWriter
 from lora_moe_jax.checkpoint.reader import Checkpoint
 from lora_moe_jax.config.model import ModelConfig

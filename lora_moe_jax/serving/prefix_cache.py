@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lora_moe_jax.adapters.pool import Entry
+from lora_moe_jax.adapters.entry import Entry
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lora_moe_jax.adapters.pool import Entry
+from lora_moe_jax.adapters.entry import Entry
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving.prefix_cache import CachedPage
 from lora_moe_jax.serving.sampling_params import SamplingParams

@@ -46,7 +46,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 
-from lora_moe_jax.adapters.pool import AdapterPool, Entry
+from lora_moe_jax.adapters.entry import Entry
+from lora_moe_jax.adapters.pool import AdapterPool
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.prefix_cache import CachedPage, PageKey
 from lora_moe_jax.serving.request import Request, ScoreRequest

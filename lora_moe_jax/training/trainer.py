@@ -13,7 +13,7 @@ import optax
 
 from lora_moe_jax.adapters import Adapter, LoraPair, check_name, write_adapter
 from lora_moe_jax.adapters.device_params import DeviceParams
-from lora_moe_jax.adapters.pool import AdapterInfo
+from lora_moe_jax.adapters.entry import AdapterInfo
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.errors import AdapterError, ConfigError, LoraMoeError, RequestError
 from lora_moe_jax.layers.build import SlotConfig

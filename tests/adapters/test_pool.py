@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 from lora_moe_jax import AdapterError
 from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair
 from lora_moe_jax.adapters.device_params import DeviceParams, InSlot
-from lora_moe_jax.adapters.pool import AdapterPool, Entry
+from lora_moe_jax.adapters.entry import Entry
+from lora_moe_jax.adapters.pool import AdapterPool
 
 
 def adapter(rank: int = 1) -> Adapter:

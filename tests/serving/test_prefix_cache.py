@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lora_moe_jax import SamplingParams
 from lora_moe_jax.adapters import Adapter, AdapterConfig
-from lora_moe_jax.adapters.pool import AdapterPool, Entry
+from lora_moe_jax.adapters.entry import Entry
+from lora_moe_jax.adapters.pool import AdapterPool
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.prefix_cache import CachedPage, PrefixCache
 from lora_moe_jax.serving.request import GenerateRequest, Request, ScoreRequest
