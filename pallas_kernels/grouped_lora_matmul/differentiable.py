@@ -25,8 +25,9 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
         u[p][t] = scalings[p][slot - firsts[p], group] · x[t, starts[p] : + width] ·
         factors[p][slot - firsts[p], group]ᵀ, scaled in float32; a scaling of None is 1. Rows whose
         slot the term does not have may hold anything.
-    outer(lefts, right, start, width, tables, first, shape, dtype) -> [*shape, rank, width] of each
-        lefts are (u, rank) pairs: u as `shrink` returns it, and how many of its columns count.
+    outer(lefts, right, spans, tables, first, shape, dtype) -> [*shape, rank, width] of each
+        lefts are (u, rank) pairs: u as `shrink` returns it, and how many of its columns count;
+        each has a span (start, width).
         Σ u[t, : rank] ⊗ right[t, start : start + width] over the rows of each (slot, group), or of
         each slot when shape is (S, 1): summed in float32 (float64 for float64), then rounded to
         dtype. Slots are shape[0] from `first` on. right is a plain array.
@@ -113,16 +114,13 @@ def gradients(backend, parts, x, w, tables, lora, u, dy):
     du = backend.shrink(dy, tables, b, starts, scalings, firsts) if terms else ()
     dx = backend.product(dy, w, tables, du, a, (0,) * len(terms), firsts, contract=1)
     da = a_gradients(backend, terms, x, du, tables)
+    db = b_gradients(backend, terms, dy, u, tables)
     count = sum(entry is not None for entry in lora)
     of_term = [None] * len(terms)
     for part in range(count):
         its = slice(part, None, count)
-        of_term[its] = map(
-            Lora,
-            da[its],
-            b_gradients(backend, terms[its], dy, u[its], tables),
-            scaling_gradients(backend, terms[its], x, dy, tables),
-        )
+        dscaling = scaling_gradients(backend, terms[its], x, dy, tables)
+        of_term[its] = map(Lora, da[its], db[its], dscaling)
     return dx.astype(x.dtype), in_form(lora, of_term)
 
 
@@ -146,31 +144,36 @@ def _product(backend, x, w, tables, u, terms, gate, out_dtype):
 
 
 def a_gradients(backend, terms, x, du, tables):
-    """dA of all terms whose A has the same slots, groups and dtype together: x is read once."""
-    da = [None] * len(terms)
-    kinds = [(term.first, term.pair.a.shape[:2], term.pair.a.dtype) for term in terms]
-    for first, shape, dtype in dict.fromkeys(kinds):
-        same = [i for i, kind in enumerate(kinds) if kind == (first, shape, dtype)]
-        lefts = tuple((du[i], _rank(terms[i])) for i in same)
-        found = backend.outer(lefts, x, 0, x.shape[1], tables, first, shape, dtype)
-        for i, its in zip(same, found, strict=True):
-            da[i] = its
-    return da
+    """dA of all terms."""
+    spans = [(0, x.shape[1])] * len(terms)
+    return _factor_gradients(backend, terms, [term.pair.a for term in terms], du, x, spans, tables)
+
+
+def b_gradients(backend, terms, dy, u, tables):
+    """dB of all terms."""
+    b = [term.pair.b for term in terms]
+    spans = [(term.start, its.shape[3]) for term, its in zip(terms, b, strict=True)]
+    return _factor_gradients(backend, terms, b, u, dy, spans, tables)
+
+
+def _factor_gradients(backend, terms, factors, u, right, spans, tables):
+    """Those of the same slots, groups and dtype together: what they share is read once."""
+    found = [None] * len(terms)
+    kinds = [
+        (term.first, factor.shape[:2], factor.dtype)
+        for term, factor in zip(terms, factors, strict=True)
+    ]
+    for kind in dict.fromkeys(kinds):
+        same = [i for i, its in enumerate(kinds) if its == kind]
+        lefts = tuple((u[i], _rank(terms[i])) for i in same)
+        its_spans = tuple(spans[i] for i in same)
+        for i, its in zip(same, backend.outer(lefts, right, its_spans, tables, *kind), strict=True):
+            found[i] = its
+    return found
 
 
 def _rank(term):
     return term.pair.a.shape[2]
-
-
-def b_gradients(backend, terms, dy, u, tables):
-    """dB of the terms of one part."""
-
-    def of_term(term, u):
-        b, lefts = term.pair.b, ((u, _rank(term)),)
-        where = term.start, b.shape[3], tables, term.first
-        return backend.outer(lefts, dy, *where, b.shape[:2], b.dtype)[0]
-
-    return list(map(of_term, terms, u))
 
 
 def scaling_gradients(backend, terms, x, dy, tables):
@@ -190,7 +193,7 @@ def scaling_gradients(backend, terms, x, dy, tables):
         v, exact = jnp.asarray(v), jnp.result_type(jnp.float32, x.dtype, a.dtype)
         slots, (more, groups) = a.shape[0], scaling.shape
         lefts, shape = ((u, _rank(term)),), (slots, groups)
-        (products,) = backend.outer(lefts, v, 0, v.shape[1], tables, term.first, shape, exact)
+        (products,) = backend.outer(lefts, v, ((0, v.shape[1]),), tables, term.first, shape, exact)
         of_slots = jnp.trace(products, axis1=2, axis2=3).astype(scaling.dtype)
         return jnp.pad(of_slots, ((0, more - slots), (0, 0)))
 

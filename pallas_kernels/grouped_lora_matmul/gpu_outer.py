@@ -1,16 +1,18 @@
 """The Hopper kernel of the adapters' gradients: the sum of left[t] ⊗ right[t] over a bucket's rows.
 
-One unit of work is one bucket and a slice of features. Rows come 64 at a time from the first of
+One unit of work is one bucket and a slice of the features of a span. Rows come 64 at a time from the first of
 each of the bucket's runs; those of the last step that belong to others are zeroed in shared memory
 by a select, so nothing of theirs is multiplied. The sum runs over the rows in order, in one
 accumulator.
 
-    D = leftᵀ · right : [64 ranks, 256 features], the columns of all terms of one u together
+    D = leftᵀ · right : [64 ranks, 256 features], the columns of all terms of one span together
 
-Columns of u that no term owns stay in rows of D that nobody stores.
+Columns of u that no term of the span owns stay in rows of D that nobody stores.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +31,70 @@ STAGES = 4
 LINE = 128  # bytes of features stored at once
 
 
+class _Strip(NamedTuple):
+    """The units of one span in a bucket: a slice of features after another, for each block.
+
+    Attributes:
+      start, width: of the span, in `right`.
+      terms: whose span it is. rank: where their first columns of `left` begin.
+      blocks: of 64 columns. slices: of `FEATURES` features. units: how many come before.
+    """
+
+    start: int
+    width: int
+    terms: list[int]
+    rank: int
+    blocks: int
+    slices: int
+    units: int
+
+
+def _strips(columns, spans) -> list[_Strip]:
+    strips, units = [], 0
+    for start, width in dict.fromkeys(spans):
+        terms = [term for term, span in enumerate(spans) if span == (start, width)]
+        rank = min(columns[term][0] for term in terms)
+        blocks = pl.cdiv(max(sum(columns[term]) for term in terms) - rank, 64)
+        slices = pl.cdiv(width, FEATURES)
+        strips.append(_Strip(start, width, terms, rank, blocks, slices, units))
+        units += blocks * slices
+    return strips
+
+
+class _Unit(NamedTuple):
+    """A bucket, and which strip's block of columns and features; first of `left`, `right` too."""
+
+    bucket: jax.Array
+    strip: jax.Array
+    block: jax.Array
+    feature: jax.Array
+    rank: jax.Array
+    column: jax.Array
+
+
+def _unit_at(strips, index) -> _Unit:
+    units = strips[-1].units + strips[-1].blocks * strips[-1].slices
+    bucket, rest = lax.div(index, jnp.int32(units)), lax.rem(index, jnp.int32(units))
+
+    def unit_of(number, strip):
+        inside = rest - strip.units
+        block = lax.div(inside, jnp.int32(strip.slices))
+        feature = lax.rem(inside, jnp.int32(strip.slices)) * FEATURES
+        first = strip.rank + 64 * block
+        return _Unit(bucket, jnp.int32(number), block, feature, first, strip.start + feature)
+
+    found = unit_of(0, strips[0])
+    for number, strip in enumerate(strips[1:], 1):
+        its = unit_of(number, strip)
+        found = _Unit(*(jnp.where(rest >= strip.units, *both) for both in zip(its, found)))
+    return found
+
+
 def outer_kernel(
     left,
     columns: tuple[tuple[int, int], ...],
     right,
-    start: int,
-    width: int,
+    spans: tuple[tuple[int, int], ...],
     runs: Runs,
     dtype,
     *,
@@ -44,18 +104,17 @@ def outer_kernel(
 
     Args:
       left: [M, a multiple of 64], u of all terms. columns: first and rank of each; a first column
-        is a multiple of 8, the copy engine's unit. right: [M, at least start + width].
+        is a multiple of 8, the copy engine's unit.
+      right: [M, all spans' columns]. spans: start and width of each term.
       dtype: what float32 sums are rounded to.
 
     Returns:
       `dtype` [buckets, rank, width] of each term; zeros for buckets without rows.
     """
     buckets = runs.first.shape[0]
-    base, end = min(first for first, _ in columns), max(sum(its) for its in columns)
-    rank_blocks, slices = pl.cdiv(end - base, 64), pl.cdiv(width, FEATURES)
+    strips = _strips(columns, spans)
     features_of_line = LINE // jnp.dtype(dtype).itemsize
-    stored_width = whole_lines(width, features_of_line)
-    units = buckets * rank_blocks * slices
+    units = buckets * sum(strip.blocks * strip.slices for strip in strips)
     programs = min(PROGRAMS, units)
     wide = plgpu.SwizzleTransform(128)
     left_shape, right_shape = (STAGES, ROWS, 64), (STAGES, FEATURES // 64, ROWS, 64)
@@ -69,12 +128,7 @@ def outer_kernel(
         mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
 
         def unit_at(i):
-            index = program + i * programs
-            feature = lax.rem(index, jnp.int32(slices)) * FEATURES
-            rest = lax.div(index, jnp.int32(slices))
-            rank_block = lax.rem(rest, jnp.int32(rank_blocks))
-            bucket = lax.div(rest, jnp.int32(rank_blocks))
-            return bucket, rank_block, feature
+            return _unit_at(strips, program + i * programs)
 
         def over_rows(bucket, visit, step):
             """visit(row, kept, step) for each step over the bucket's rows; how many are its own."""
@@ -94,7 +148,7 @@ def outer_kernel(
         @pl.when(warpgroup == 1)
         def _memory():
             def unit(i, step):
-                bucket, rank_block, feature = unit_at(i)
+                its = unit_at(i)
 
                 def load(row, kept, step):
                     del kept
@@ -105,22 +159,22 @@ def outer_kernel(
                         plgpu.barrier_wait(empty.at[stage])
 
                     rows = pl.ds(row, ROWS)
-                    ranks = pl.ds(base + rank_block * 64, 64)
+                    ranks = pl.ds(its.rank, 64)
                     barrier = full.at[stage]
                     plgpu.copy_gmem_to_smem(left.at[rows, ranks], left_load.at[stage], barrier)
                     for block in range(FEATURES // 64):
-                        features = pl.ds(start + feature + 64 * block, 64)
+                        features = pl.ds(its.column + 64 * block, 64)
                         destination = right_load.at[stage, block]
                         plgpu.copy_gmem_to_smem(right.at[rows, features], destination, barrier)
 
-                return over_rows(bucket, load, step)
+                return over_rows(its.bucket, load, step)
 
             lax.fori_loop(0, mine, unit, jnp.int32(0))
 
         @pl.when(warpgroup == 0)
         def _compute():
             def unit(i, step):
-                bucket, rank_block, feature = unit_at(i)
+                its = unit_at(i)
 
                 def sums(*accumulators):
                     def add(row, kept, step):
@@ -141,7 +195,7 @@ def outer_kernel(
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(empty.at[stage])
 
-                    end = over_rows(bucket, add, step)
+                    end = over_rows(its.bucket, add, step)
                     return tuple(accumulator[...] for accumulator in accumulators), end
 
                 totals, step = pl.run_scoped(sums, *[plgpu.ACC((64, 64))] * (FEATURES // 64))
@@ -152,24 +206,28 @@ def outer_kernel(
                     part = totals[block][:, first : first + features_of_line]
                     buffer[...] = part.astype(dtype)
                     plgpu.commit_smem()
-                    features = pl.ds(feature + line * features_of_line, features_of_line)
-                    store(buffer, bucket, rank_block, features)
+                    store(
+                        buffer, its, pl.ds(its.feature + line * features_of_line, features_of_line)
+                    )
                 return step
 
-            def store(buffer, bucket, rank_block, features):
+            def store(buffer, its, features):
                 """Stores each term's own rows of a block of ranks."""
-                for block in range(rank_blocks):
+                for number, strip in enumerate(strips):
+                    for block in range(strip.blocks):
 
-                    @pl.when(rank_block == block)
-                    def _store(begin=base + 64 * block):
-                        for (first, rank), sums in zip(columns, out, strict=True):
-                            low, high = max(first, begin), min(first + rank, begin + 64)
-                            if low < high:
-                                plgpu.copy_smem_to_gmem(
-                                    buffer.at[pl.ds(low - begin, high - low)],
-                                    sums.at[bucket, pl.ds(low - first, high - low), features],
-                                    commit_group=False,
-                                )
+                        @pl.when((its.strip == number) & (its.block == block))
+                        def _store(strip=strip, begin=strip.rank + 64 * block):
+                            for term in strip.terms:
+                                first, rank = columns[term]
+                                low, high = max(first, begin), min(first + rank, begin + 64)
+                                if low < high:
+                                    ranks = pl.ds(low - first, high - low)
+                                    plgpu.copy_smem_to_gmem(
+                                        buffer.at[pl.ds(low - begin, high - low)],
+                                        out[term].at[its.bucket, ranks, features],
+                                        commit_group=False,
+                                    )
 
                 plgpu.commit_smem_to_gmem_group()
 
@@ -179,7 +237,8 @@ def outer_kernel(
     kernel = plgpu.kernel(
         body,
         out_type=tuple(
-            jax.ShapeDtypeStruct((buckets, rank, stored_width), dtype) for _, rank in columns
+            jax.ShapeDtypeStruct((buckets, rank, whole_lines(width, features_of_line)), dtype)
+            for (_, rank), (_, width) in zip(columns, spans, strict=True)
         ),
         grid=(programs,),
         grid_names=("program",),
@@ -201,9 +260,11 @@ def outer_kernel(
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
-        kernel_name=f"lora_outer_r{max(rank for _, rank in columns)}_n{width}_x{len(columns)}",
+        kernel_name=f"lora_outer_r{max(rank for _, rank in columns)}"
+        f"_n{sum(strip.width for strip in strips)}_x{len(columns)}",
     )
-    return tuple(sums[:, :, :width] for sums in kernel(left, right, *runs))
+    sums = kernel(left, right, *runs)
+    return tuple(its[:, :, :width] for its, (_, width) in zip(sums, spans, strict=True))
 
 
 def _keep_rows(tile, count):

@@ -59,7 +59,7 @@ class Pieces(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["place", "run_end", "pieces", "tiles"],
+    data_fields=["place", "run_end", "pieces", "tiles", "run_begin"],
     meta_fields=["in_order"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,8 @@ class Tables:
         number is the number of groups.
       run_end: int32 [M], where the row's run (rows of one place) ends.
       pieces, tiles: see there; no tiles where every row is a tile of its own.
+      run_begin: int32 [M + 1], the first row of each run in order, then M; None unless rows are
+        known to be sorted by group, and not by slot.
       in_order: whether rows are known to be sorted by (group, slot), so that each is one run.
     """
 
@@ -78,6 +80,7 @@ class Tables:
     run_end: jax.Array
     pieces: Pieces
     tiles: Tiles | None
+    run_begin: jax.Array | None = None
     in_order: bool = False
 
     @property
@@ -164,26 +167,49 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
 
 
 def _tables(place, tiles: Tiles, in_order: bool) -> Tables:
+    """Those of rows sorted by group, or by (group, slot)."""
+    row, starts, cuts = _marks(place)
+    count = row.shape[0]
+    if count <= FEW_ROWS:
+        run, piece = _numbers(starts), _numbers(cuts)
+    else:
+        run, piece = jnp.cumsum(jnp.stack([starts, cuts]), axis=1, dtype=jnp.int32)
+    begin = jnp.append(_rows_of(starts, run), count)
+    # Of the last run, and past it.
+    begin = jnp.where(np.arange(count + 1) < run[-1], begin, count)
+    pieces = _pieces(place, cuts, piece)
+    return Tables(place, begin[run], pieces, tiles, None if in_order else begin, in_order)
+
+
+def _marks(place):
+    """The rows, and which of them begin a run, and a piece."""
     row = jnp.arange(place.shape[0], dtype=jnp.int32)
-    last = (place != jnp.roll(place, -1)) | (row == place.shape[0] - 1)
-    return Tables(place, _next_marked(last, row) + 1, _pieces(place), tiles, in_order)
+    starts = (place != jnp.roll(place, 1)) | (row == 0)
+    return row, starts, (starts | (row % PIECE == 0)) & (slot_of(place) >= 0)
 
 
-def _pieces(place) -> Pieces:
-    """The pieces of rows in order."""
-    count = place.shape[0]
-    row = jnp.arange(count, dtype=jnp.int32)
-    if count <= 4 * PROGRAMS:
+def _pieces(place, cuts, number) -> Pieces:
+    if place.shape[0] <= 4 * PROGRAMS:
         # So few rows are shrunk by blocks of rows, and nobody reads the pieces.
         return Pieces(place, place)
-    starts = (place != jnp.roll(place, 1)) | (row % PIECE == 0)
-    starts &= slot_of(place) >= 0
-    if count <= FEW_ROWS:
-        number = _number((row[None, :] <= row[:, None]) & starts[None, :])
-        return Pieces(number, _marked_row(jnp.where(starts, number, 0), row + 1))
-    number = jnp.cumsum(starts.astype(jnp.int32))
-    index = jnp.where(starts, number - 1, count)
-    return Pieces(number, jnp.zeros_like(row).at[index].set(row, unique_indices=True, mode="drop"))
+    return Pieces(number, _rows_of(cuts, number))
+
+
+def _numbers(marked):
+    """How many rows are marked up to each, of few."""
+    row = np.arange(marked.shape[0])
+    before = (row[None, :] <= row[:, None]) & marked[None, :]
+    return jnp.sum(before, axis=1, dtype=jnp.int32)
+
+
+def _rows_of(marked, number):
+    """The marked rows in order, `number` of which are up to each row; then zeros."""
+    row = jnp.arange(marked.shape[0], dtype=jnp.int32)
+    if row.shape[0] <= FEW_ROWS:
+        here = marked[None, :] & (number[None, :] == row[:, None] + 1)
+        return jnp.sum(jnp.where(here, row[None, :], 0), axis=1)
+    index = jnp.where(marked, number - 1, row.shape[0])
+    return jnp.zeros_like(row).at[index].set(row, unique_indices=True, mode="drop")
 
 
 def runs_of_buckets(tables: Tables, first_slot: int, slots: int, groups: int) -> Runs:
@@ -193,11 +219,15 @@ def runs_of_buckets(tables: Tables, first_slot: int, slots: int, groups: int) ->
     """
     place, count = tables.place, slots * groups
     row = jnp.arange(place.shape[0], dtype=jnp.int32)
-    starts = (row == 0) | (place != jnp.roll(place, 1))
+    # Unsorted, every row is a run.
+    starts = (row == 0) | (place != jnp.roll(place, 1)) | (tables.tiles is None)
     group = tables.group_of_row if groups > 1 else 0
     slot = tables.row_slots - first_slot
-    counts = starts & (slot >= 0) & (slot < slots)
-    bucket = jnp.where(counts, slot * groups + group, count)
+    mine = (slot >= 0) & (slot < slots)
+    by_run = tables.run_begin is not None and slots == 1 < groups
+    # Of one slot, runs are in order already: those of others stay among them, with no rows.
+    counts = starts & ((group < groups) if by_run else mine)
+    bucket = jnp.where(counts, group if by_run else slot * groups + group, count)
     if tables.in_order and groups > 1:
         begin, end = (
             jnp.zeros(count, jnp.int32).at[bucket].set(value, mode="drop", unique_indices=True)
@@ -207,15 +237,12 @@ def runs_of_buckets(tables: Tables, first_slot: int, slots: int, groups: int) ->
         return Runs(first, first + (end > begin), begin, end)
     sizes = jnp.zeros(count, jnp.int32).at[bucket].add(1, mode="drop")
     stop = jnp.cumsum(sizes)
-    if slots == 1 and groups > 1:
-        # In order already; only runs without an adapter are left out.
-        kept = bucket < count
-        number = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, row.shape[0])
-        order = jnp.zeros_like(row).at[number].set(row, mode="drop", unique_indices=True)
-    else:
-        # Short keys take half the passes of a radix sort.
-        key = bucket.astype(jnp.uint16) if count < 65536 else bucket
-        _, order = lax.sort((key, row), num_keys=1, is_stable=True)
+    if by_run:
+        begin, end = tables.run_begin[:-1], tables.run_begin[1:]
+        return Runs(stop - sizes, stop, begin, jnp.where(mine[begin], end, begin))
+    # Short keys take half the passes of a radix sort.
+    key = bucket.astype(jnp.uint16) if count < 65536 else bucket
+    _, order = lax.sort((key, row), num_keys=1, is_stable=True)
     return Runs(stop - sizes, stop, order, tables.run_end[order])
 
 
@@ -225,15 +252,6 @@ def group_ends(group_sizes, groups: int, rows: int) -> jax.Array:
         return (jnp.arange(groups, dtype=jnp.int32) + 1) * (rows // groups)
     before = jnp.arange(groups)[:, None] >= jnp.arange(groups)
     return jnp.sum(jnp.where(before, group_sizes, 0), axis=1, dtype=jnp.int32)
-
-
-def _next_marked(marked, row):
-    """The first marked row at or after each row; the last row is marked."""
-    count = row.shape[0]
-    if count <= FEW_ROWS:
-        after = (row[None, :] >= row[:, None]) & marked[None, :]
-        return jnp.min(jnp.where(after, row[None, :], count), axis=1)
-    return lax.cummin(jnp.where(marked, row, count), reverse=True)
 
 
 def tiles_of_groups(ends, rows: int) -> Tiles:
@@ -318,10 +336,6 @@ def plan(groups: int, slots: int, group, token_slots) -> Route:
     return Route(token, position.reshape(tokens, choices), tables)
 
 
-def _number(which):
-    return jnp.sum(which, axis=1, dtype=jnp.int32)
-
-
 def _unsorted(place) -> Tables:
     """Every row a run and a tile of its own, wherever its group is: no launches for a sort."""
     # A constant, which costs no launch; nobody reads the pieces of so few rows.
@@ -331,15 +345,10 @@ def _unsorted(place) -> Tables:
 
 def route_in_order(position, token, place, run_end, words, count) -> Route:
     """The route of few sorted rows that `gpu_dispatch` has laid out."""
-    tables = Tables(place, run_end, _pieces(place), Tiles(count, words), in_order=True)
+    _, _, cuts = _marks(place)
+    pieces = _pieces(place, cuts, _numbers(cuts))
+    tables = Tables(place, run_end, pieces, Tiles(count, words), in_order=True)
     return Route(token, position, tables)
-
-
-def _marked_row(numbers, wanted):
-    """Where each wanted number is among the numbers; 0 if it is not."""
-    index = jnp.arange(numbers.shape[0], dtype=jnp.int32)
-    here = numbers[None, :] == wanted[:, None]
-    return jnp.max(jnp.where(here, index[None, :], 0), axis=1)
 
 
 def _route_counted(groups, slots, place, choices):

@@ -200,14 +200,26 @@ def packed_columns(ranks: tuple[int, ...], tile: int) -> tuple[tuple[int, ...], 
     return tuple(sum(owned[:term]) for term in range(len(ranks))), owned
 
 
-def shrink_schedule(rows: int, ranks: tuple[int, ...], tile: int) -> ShrinkSchedule:
-    """For `rows` rows and terms of these ranks, in columns of u that start at multiples of `tile`.
+def shrink_schedule(
+    rows: int, ranks: tuple[int, ...], tile: int, alone: bool = False
+) -> ShrinkSchedule:
+    """For `rows` rows and parts of these ranks, in columns of u that start at multiples of `tile`.
 
-    Few rows leave programs idle, and one program loads A of one row for long: terms apart, more
+    Few rows leave programs idle, and one program loads A of one row for long: parts apart, more
     share it.
+
+    Args:
+      alone: each part has columns of x of its own, not all the same.
     """
-    apart = len(ranks) > 1 and rows * len(ranks) <= PROGRAMS
-    rank_blocks = -(-(max(ranks) if apart else sum(packed_columns(ranks, tile)[1])) // 64)
+    apart = not alone and len(ranks) > 1 and rows * len(ranks) <= PROGRAMS
+    first, owned = packed_columns(ranks, tile)
+    if apart:
+        rank_blocks = -(-max(ranks) // 64)
+    elif alone:
+        ends = map(sum, zip(first, owned, strict=True))
+        rank_blocks = max(-(-end // 64) - its // 64 for its, end in zip(first, ends, strict=True))
+    else:
+        rank_blocks = -(-sum(owned) // 64)
     block = 1 if rows <= 2 * PROGRAMS else 2
     by_run = rows > 4 * PROGRAMS
     heights = (8, 16, 32, PIECE) if by_run else (8,)

@@ -4,7 +4,9 @@ A run (rows of one group and one slot) is one small product with its own A, so A
 once for each run, and a row never meets another slot's numbers. One unit of work is a piece of a
 run, or, for few rows, a block of rows with the runs in it.
 
-    D = A · xᵀ : [64 ranks, rows], all parts of one x together, summed over K in order
+    D = A · xᵀ : [64 ranks, rows], all parts of the same columns of x together, summed over K in order
+
+Parts of other columns have sums of their own, one after another, in ranks of their own.
 
 A part has a term for each rank class, all in the same columns of u: a run has a slot of one class,
 and its A alone is loaded. What the largest class has more ranks is loaded as zeros.
@@ -40,7 +42,7 @@ from pallas_kernels.hopper.store import store_rows
 )
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """u of one term: columns [first, first + rank) of an array that terms of one x share.
+    """u of one term: columns [first, first + rank) of an array that terms share.
 
     The array's other columns, and rows without a slot of the term, may hold anything.
     """
@@ -59,24 +61,24 @@ def shrink_kernel(
     factors,
     scalings,
     firsts: tuple[int, ...],
-    start,
-    width,
+    starts: tuple[int, ...],
     schedule: ShrinkSchedule,
     *,
     interpreted=False,
 ):
-    """u of each term, for terms that share the columns [start, start + width) of x.
+    """u of each term.
 
     Args:
       x: [M, K]. factors: [S, G or 1, R, width] each, those of all parts class by class.
         scalings: float32 [S or more, G or 1] each.
       firsts: the first slot of each class.
+      starts: the first column of x of each part, which has as many as its factors are wide.
 
     Returns:
       `Columns` for each term, in x's dtype. Ranks past R, up to what the schedule's tile makes of
       the part's largest class, are zero.
     """
-    layout = _Layout(x, factors, scalings, firsts, start, width, schedule, interpreted)
+    layout = _Layout(x, factors, scalings, firsts, starts, schedule, interpreted)
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
         out_type=jax.ShapeDtypeStruct((x.shape[0], layout.columns), x.dtype),
@@ -90,7 +92,7 @@ def shrink_kernel(
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
-        kernel_name=layout.name(width),
+        kernel_name=layout.name(),
     )
     u = kernel(
         x,
@@ -113,12 +115,32 @@ def widest_ranks(factors, classes: int) -> tuple[int, ...]:
     return tuple(max(ranks[part::parts]) for part in range(parts))
 
 
+class _Span(NamedTuple):
+    """Columns of x, and what is multiplied with them.
+
+    Attributes:
+      start, width: in columns of x. parts: whose they are.
+      low, blocks: the first block of 64 of the unit's ranks that has ranks of these parts, and how
+        many have.
+    """
+
+    start: int
+    width: int
+    parts: list[int]
+    low: int
+    blocks: int
+
+    @property
+    def k_steps(self) -> int:
+        return pl.cdiv(self.width, 64 * SHRINK_STEPS)
+
+
 class _Layout:
     """Sizes of one kernel, and its memory."""
 
-    def __init__(self, x, factors, scalings, firsts, start, width, schedule, interpreted):
+    def __init__(self, x, factors, scalings, firsts, starts, schedule, interpreted):
         self.interpreted = interpreted
-        self.schedule, self.start, self.dtype = schedule, start, x.dtype
+        self.schedule, self.dtype = schedule, x.dtype
         self.rows = x.shape[0]
         self.terms, self.classes = len(factors), rank_classes(firsts)
         self.parts = self.terms // len(firsts)
@@ -132,11 +154,29 @@ class _Layout:
         self.blocks = pl.cdiv(max(map(sum, zip(self.first, self.owned, strict=True))), 64)
         self.parts_apart = self.parts if schedule.apart else 1
         self.columns = 64 * self.blocks * self.parts_apart
-        self.k_steps = pl.cdiv(width, 64 * SHRINK_STEPS)
+        widths = [factor.shape[3] for factor in factors[: self.parts]]
+        self.spans = self.spans_of(list(zip(starts, widths, strict=True)))
+        if schedule.apart and len(self.spans) > 1:
+            raise ValueError("parts of different columns cannot be units of their own")
+        self.k_steps = sum(span.k_steps for span in self.spans)
+        # A in a stage.
+        self.a_blocks = max(span.blocks for span in self.spans)
+        (parts_of_span,) = {len(span.parts) for span in self.spans}
+        self.parts_loaded = 1 if schedule.apart else parts_of_span
         self.units = pl.cdiv(self.rows, schedule.block or 1) * self.parts_apart
 
-    def name(self, width):
+    def spans_of(self, columns) -> list[_Span]:
+        spans = []
+        for start, width in dict.fromkeys(columns):
+            parts = [part for part, its in enumerate(columns) if its == (start, width)]
+            low = min(self.first[part] for part in parts) // 64
+            end = max(self.first[part] + self.owned[part] for part in parts)
+            spans.append(_Span(start, width, parts, low, pl.cdiv(end, 64) - low))
+        return spans
+
+    def name(self):
         classes = f"_c{len(self.classes)}" if len(self.classes) > 1 else ""
+        width = sum(span.width for span in self.spans)
         return f"lora_shrink_r{max(self.ranks)}_k{width}_x{self.parts}{classes}"
 
     def column_of(self, part):
@@ -150,15 +190,14 @@ class _Layout:
     def scratch(self):
         s = self.schedule
         x_shape = (s.stages, SHRINK_STEPS, s.heights[-1], 64)
-        a_shape = (s.stages, SHRINK_STEPS, 64 * self.blocks, 64)
+        a_shape = (s.stages, SHRINK_STEPS, 64 * self.a_blocks, 64)
         stores = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
         return dict(
             x_stage=overlaid(two_views(x_shape, self.dtype), interpreted=self.interpreted),
             a_stage=overlaid(two_views(a_shape, self.dtype), interpreted=self.interpreted),
             out=plgpu.SMEM((2, s.heights[-1], 64), self.dtype, transforms=stores),
             full=plgpu.Barrier(
-                num_arrivals=SHRINK_STEPS * (1 + self.parts // self.parts_apart),
-                num_barriers=s.stages,
+                num_arrivals=SHRINK_STEPS * (1 + self.parts_loaded), num_barriers=s.stages
             ),
             empty=plgpu.Barrier(num_arrivals=1, num_barriers=s.stages),
         )
@@ -277,26 +316,30 @@ class _Kernel:
             # One warp issues copies too slowly; each of the four takes its part of every stage.
             @plgpu.warp_map
             def _load(warp):
-                def k_step(k, step):
-                    stage = self.stage_of(step)
+                step = first_step
+                for span in self.layout.spans:
 
-                    @pl.when(step >= self.schedule.stages)
-                    def _wait():
-                        plgpu.barrier_wait(self.empty.at[stage])
+                    def k_step(k, step, span=span):
+                        stage = self.stage_of(step)
 
-                    self.load_block(run, height, (k * SHRINK_STEPS + warp) * 64, stage, warp)
-                    return step + 1
+                        @pl.when(step >= self.schedule.stages)
+                        def _wait():
+                            plgpu.barrier_wait(self.empty.at[stage])
 
-                lax.fori_loop(0, self.layout.k_steps, k_step, first_step)
+                        column = (k * SHRINK_STEPS + warp) * 64
+                        self.load_block(run, height, span, column, stage, warp)
+                        return step + 1
+
+                    step = lax.fori_loop(0, span.k_steps, k_step, step)
 
             return first_step + self.layout.k_steps
 
         return for_height(self.schedule.heights, run.rows, k_loop, step)
 
-    def load_block(self, run: _Run, height, column, stage, block):
+    def load_block(self, run: _Run, height, span: _Span, column, stage, block):
         layout, barrier = self.layout, self.full.at[stage]
         plgpu.copy_gmem_to_smem(
-            self.x.at[pl.ds(run.row, height), pl.ds(layout.start + column, 64)],
+            self.x.at[pl.ds(run.row, height), pl.ds(span.start + column, 64)],
             self.x_load.at[stage, block, pl.ds(0, height)],
             barrier,
         )
@@ -305,9 +348,10 @@ class _Kernel:
             group = run.group if layout.groups[term] > 1 else 0
             # Past the ranks of its class: zeros.
             ranks = pl.ds(0, layout.owned[part])
+            place = pl.ds(layout.first[part] - 64 * span.low, layout.owned[part])
             plgpu.copy_gmem_to_smem(
                 self.factors[term].at[slot, group, ranks, pl.ds(column, 64)],
-                self.a_load.at[stage, block, pl.ds(layout.first[part], layout.owned[part])],
+                self.a_load.at[stage, block, place],
                 barrier,
             )
 
@@ -316,7 +360,7 @@ class _Kernel:
                 load = functools.partial(load_factor, part, term, its.own(run.slot))
                 its.when(run.slot, load)
 
-        for part in range(layout.parts):
+        for part in span.parts:
             load = functools.partial(load_part, part)
             if layout.schedule.apart:
                 pl.when(run.part == part)(load)
@@ -329,8 +373,8 @@ class _Kernel:
         # A stage's products run on while the next stage's begin, if loads have stages enough.
         lag = int(self.schedule.stages > 3)
 
-        def product(height, step):
-            def k_loop(*accumulators):
+        def products(height, first_step):
+            def k_loop(span, accumulators, step):
                 def k_step(k, step):
                     stage = self.stage_of(step)
                     plgpu.barrier_wait(self.full.at[stage])
@@ -344,18 +388,30 @@ class _Kernel:
                     pl.when(k >= lag)(functools.partial(self.release, step - lag))
                     return step + 1
 
-                end = lax.fori_loop(0, self.layout.k_steps, k_step, step)
+                end = lax.fori_loop(0, span.k_steps, k_step, step)
                 if lag:
                     plgpu.wgmma_wait(0)
                     self.release(end - 1)
+                return end
+
+            def sums(*accumulators):
+                step, free = first_step, list(accumulators)
+                for span in self.layout.spans:
+                    its, free = free[: span.blocks], free[span.blocks :]
+                    step = k_loop(span, its, step)
                 return tuple(accumulator[...] for accumulator in accumulators)
 
-            accumulators = [plgpu.ACC((64, height)) for _ in range(self.layout.blocks)]
-            for block, total in enumerate(pl.run_scoped(k_loop, *accumulators)):
-                self.store(run, block, total * self.scale(run, scalings, block, total.shape))
-            return step + self.layout.k_steps
+            count = sum(span.blocks for span in self.layout.spans)
+            totals = list(pl.run_scoped(sums, *[plgpu.ACC((64, height))] * count))
+            of_block = [[] for _ in range(self.layout.blocks)]
+            for span in self.layout.spans:
+                for block in range(span.low, span.low + span.blocks):
+                    of_block[block].append((span, totals.pop(0)))
+            for block, its in enumerate(of_block):
+                self.store(run, block, self.scaled(run, scalings, block, its))
+            return first_step + self.layout.k_steps
 
-        return for_height(self.schedule.heights, run.rows, product, step)
+        return for_height(self.schedule.heights, run.rows, products, step)
 
     def release(self, step):
         plgpu.barrier_arrive(self.empty.at[self.stage_of(step)])
@@ -382,24 +438,26 @@ class _Kernel:
             found = value if found is None else its.select(run.slot, value, found)
         return found
 
-    def scale(self, run: _Run, scalings, block, shape):
-        """Each part's scaling on its own ranks of a block."""
+    def scaled(self, run: _Run, scalings, block, totals):
+        """Each part's sum times its scaling, on its own ranks of a block.
+
+        Args:
+          totals: the spans that have ranks of the block, and their sums.
+        """
         layout = self.layout
         if layout.schedule.apart:
+            ((_, total),) = totals
             own = scalings[0]
             for part in range(1, layout.parts):
                 own = jnp.where(run.part == part, scalings[part], own)
-            return own
-        inside = [
-            part
-            for part in range(layout.parts)
-            if layout.first[part] < 64 * (block + 1)
-            and layout.first[part] + layout.owned[part] > 64 * block
-        ]
-        factor = scalings[inside[0]]
-        if len(inside) > 1:
-            rank = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-            for part in inside[1:]:
-                here = rank >= layout.first[part] - 64 * block
-                factor = jnp.where(here, scalings[part], factor)
-        return factor
+            return total * own
+        rank = plgpu.broadcasted_iota(jnp.int32, totals[0][1].shape, 0, layout=plgpu.Layout.WGMMA)
+        scaled = None
+        for part in range(layout.parts):
+            first = layout.first[part] - 64 * block
+            if first >= 64 or first + layout.owned[part] <= 0:
+                continue
+            (total,) = [total for span, total in totals if part in span.parts]
+            its = total * scalings[part]
+            scaled = its if scaled is None else jnp.where(rank >= first, its, scaled)
+        return scaled

@@ -97,10 +97,11 @@ def shrink(x, tables: Tables, factors, starts, scalings, firsts):
     # Of all parts: a product that takes them in the same steps reads u up to the last one's end.
     tile = rank_tile(max(ranks))
     u = [None] * len(factors)
-    # Parts of the same columns of x read them once.
-    for start, width in dict.fromkeys(columns):
-        same = [part for part, its in enumerate(columns) if its == (start, width)]
-        for pack in _packs(same, ranks, tile):
+    # Parts of the same columns of x read them once; those of columns of their own take turns.
+    spans = [[i for i, its in enumerate(columns) if its == span] for span in dict.fromkeys(columns)]
+    alone = [part for span in spans if len(span) == 1 for part in span]
+    for together in (alone, *(span for span in spans if len(span) > 1)):
+        for pack in _packs(together, ranks, tile):
             terms = [first + part for first in range(0, len(factors), parts) for part in pack]
             found = shrink_kernel(
                 x,
@@ -108,9 +109,10 @@ def shrink(x, tables: Tables, factors, starts, scalings, firsts):
                 tuple(factors[term] for term in terms),
                 tuple(scalings[term] for term in terms),
                 firsts,
-                start,
-                width,
-                shrink_schedule(x.shape[0], tuple(ranks[part] for part in pack), tile),
+                tuple(starts[part] for part in pack),
+                shrink_schedule(
+                    x.shape[0], tuple(ranks[part] for part in pack), tile, together is alone
+                ),
             )
             for term, its in zip(terms, found, strict=True):
                 u[term] = its
@@ -119,20 +121,20 @@ def shrink(x, tables: Tables, factors, starts, scalings, firsts):
 
 def _packs(parts, ranks, tile):
     """The parts in as many kernels as their ranks need."""
-    packs = [[]]
+    packs = []
     for part in parts:
-        _, owned = packed_columns([ranks[i] for i in (*packs[-1], part)], tile)
-        if packs[-1] and sum(owned) > 64 * MAX_BLOCKS:
+        _, owned = packed_columns([ranks[i] for i in (*(packs[-1] if packs else ()), part)], tile)
+        if not packs or sum(owned) > 64 * MAX_BLOCKS:
             packs.append([])
         packs[-1].append(part)
     return packs
 
 
-def outer(lefts, right, start, width, tables: Tables, first: int, shape, dtype):
+def outer(lefts, right, spans, tables: Tables, first: int, shape, dtype):
     """The sums of u[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
     runs = gpu_rows.runs_of_buckets(tables, first, *shape)
     array, columns = _one_array(lefts)
-    sums = outer_kernel(array, columns, right, start, width, runs, dtype)
+    sums = outer_kernel(array, columns, right, spans, runs, dtype)
     return tuple(its.reshape(*shape, *its.shape[1:]) for its in sums)
 
 

@@ -250,14 +250,14 @@ def _sources(x, parts):
     return sources, of_part, columns
 
 
-def outer(lefts, right, start, width, tables: Tables, first, shape, dtype):
+def outer(lefts, right, spans, tables: Tables, first, shape, dtype):
     """The sums of u[t] ⊗ right[t] over each bucket's rows; see `differentiable.py`."""
     tables = rows_of_slots(tables, first, [(first, shape[0])])
 
-    def product(left):
+    def product(left, start, width):
         return _sums_of_buckets(left, right, start, width, tables, shape)
 
-    return joined_terms(product, lefts, dtype)
+    return joined_terms(product, lefts, spans, dtype)
 
 
 def _sums_of_buckets(left, right, start, width, tables: Tables, shape):

@@ -191,14 +191,14 @@ def _expand_rows(y, u, factor, index):
     return y
 
 
-def outer(lefts, right, start, width, tables: Tables, first: int, shape, dtype):
+def outer(lefts, right, spans, tables: Tables, first: int, shape, dtype):
     """See `differentiable.py`."""
-    right = lax.slice_in_dim(right, start, start + width, axis=1)
 
-    def sums(left):
-        return _sums_of_buckets(left, right, tables, first, shape)
+    def sums(left, start, width):
+        columns = lax.slice_in_dim(right, start, start + width, axis=1)
+        return _sums_of_buckets(left, columns, tables, first, shape)
 
-    return joined_terms(sums, lefts, dtype)
+    return joined_terms(sums, lefts, spans, dtype)
 
 
 def _sums_of_buckets(left, right, tables: Tables, first: int, shape):

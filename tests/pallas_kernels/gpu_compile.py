@@ -117,15 +117,24 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
 
     scaling = array(slots, groups, dtype=jnp.float32)
     yield "shrink", shrink, (array(rows, hidden), tables, (factor(hidden),) * 2, (scaling,) * 2)
+
+    def shrink_of_parts(x, tables, factors, scalings):
+        return mosaic_gpu.shrink(x, tables, factors, (0, wide), scalings, (0,))
+
+    arguments = (array(rows, 2 * wide), tables, (factor(wide),) * 2, (scaling,) * 2)
+    yield "shrink of parts", shrink_of_parts, arguments
     yield "shrink down", shrink, (array(rows, wide), tables, (factor(wide),), (scaling,))
 
-    def outer(right, terms, dtype):
+    def outer(right, terms, dtype, parts=1):
+        """Of terms that have the same columns of right, or a part each."""
         first, owned = packed_columns((rank,) * terms, rank_tile(rank))
         columns = tuple((begin, rank) for begin in first)
+        width = right.shape[1] // parts
+        spans = tuple((term % parts * width, width) for term in range(terms))
         low = array(rows, -(-(first[-1] + owned[-1]) // 64) * 64)
 
         def function(low, right, *runs):
-            return outer_kernel(low, columns, right, 0, right.shape[1], Runs(*runs), dtype)
+            return outer_kernel(low, columns, right, spans, Runs(*runs), dtype)
 
         return function, (low, right, *(number(slots * groups),) * 4)
 
@@ -162,6 +171,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "attention gradients of keys", function, (*arrays, of_row)
 
     yield "outer", *outer(array(rows, hidden), 2, jnp.bfloat16)
+    yield "outer of parts", *outer(array(rows, 2 * wide), 2, jnp.bfloat16, 2)
     yield "outer of scalings", *outer(array(rows, rank), 1, jnp.float32)
 
 

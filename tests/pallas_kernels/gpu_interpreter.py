@@ -169,7 +169,8 @@ class ProductCase(ProductSizes):
 
 @dataclasses.dataclass(frozen=True)
 class ShrinkCase:
-    """Static sizes of a shrink of the columns [start, start + width) of x.
+    """Static sizes of a shrink of the columns [start, start + width) of x, or of one span for each
+    rank.
 
     `as_of` is the number of rows whose schedule it has: with few rows terms are apart, with many
     runs are shrunk piece by piece. `firsts` as of a `ProductCase`.
@@ -178,33 +179,37 @@ class ShrinkCase:
     rows: int
     k: int
     ranks: tuple[int, ...]
-    start: int = 0
-    width: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
     shared: tuple[bool, ...] = ()
     groups: int = 4
     slots: int = 3
     as_of: int | None = None
     firsts: tuple[int, ...] = (0,)
+    stages: int = 2
 
     @functools.cached_property
     def schedule(self):
-        schedule = shrink_schedule(self.as_of or self.rows, self.ranks, rank_tile(max(self.ranks)))
-        return dataclasses.replace(schedule, programs=PROGRAMS, stages=2)
+        tile, alone = rank_tile(max(self.ranks)), len(set(self.columns)) > 1
+        schedule = shrink_schedule(self.as_of or self.rows, self.ranks, tile, alone)
+        return dataclasses.replace(schedule, programs=PROGRAMS, stages=self.stages)
+
+    @property
+    def columns(self):
+        """The span of each rank."""
+        return self.spans or ((0, self.k),) * len(self.ranks)
 
     @functools.cached_property
     def compiled(self):
 
         @jax.jit
         def shrink(x, tables, factors, scalings):
-            width = self.width or self.k
             return shrink_kernel(
                 x,
                 tables,
                 factors,
                 scalings,
                 self.firsts,
-                self.start,
-                width,
+                tuple(start for start, _ in self.columns),
                 self.schedule,
                 interpreted=True,
             )
@@ -215,9 +220,11 @@ class ShrinkCase:
         rng = np.random.default_rng(seed)
         x = normal(rng, self.rows, self.k)
         x[(groups_of_rows(group_sizes, self.rows) < 0) | (row_slots < 0)] = np.nan
-        width = self.width or self.k
         shared = self.shared or (False,) * len(self.ranks)
-        terms = [Term(0, width, *term) for term in zip(self.ranks, shared, strict=True)]
+        terms = [
+            Term(0, width, *term)
+            for (_, width), *term in zip(self.columns, self.ranks, shared, strict=True)
+        ]
         shapes = [term.factor_shape(self.slots, self.groups) for term in terms]
         factors = tuple(normal(rng, *shape) for shape in shapes)
         scalings = tuple(
@@ -239,7 +246,7 @@ class ShrinkCase:
         )
 
     def expect(self, *arguments):
-        starts = (self.start,) * len(self.ranks)
+        starts = tuple(start for start, _ in self.columns)
         x, group_sizes, row_slots, factors, scalings = arguments
         return definition.shrink(x, group_sizes, row_slots, factors, starts, scalings)
 
@@ -254,18 +261,18 @@ def pieces_of(tables):
 
 
 @functools.cache
-def outer_compiled(columns, start: int, width: int, dtype):
+def outer_compiled(columns, spans, dtype):
     @jax.jit
     def outer(left, right, runs):
-        return outer_kernel(left, columns, right, start, width, runs, dtype, interpreted=True)
+        return outer_kernel(left, columns, right, spans, runs, dtype, interpreted=True)
 
     return outer
 
 
-def outer(left, columns, right, start, width, runs, dtype):
+def outer(left, columns, right, spans, runs, dtype):
     """`outer_kernel` in few programs."""
     with mock.patch.object(gpu_outer, "PROGRAMS", PROGRAMS):
-        return interpret(outer_compiled(columns, start, width, dtype), left, right, runs)
+        return interpret(outer_compiled(columns, spans, dtype), left, right, runs)
 
 
 def spread_rows(x, position):

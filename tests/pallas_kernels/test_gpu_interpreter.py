@@ -66,9 +66,13 @@ SHRINKS = {
     "terms apart": ShrinkCase(20, 192, (8, 24), shared=(False, True)),
     "blocks of rows": ShrinkCase(20, 192, (8, 24), shared=(False, True), as_of=300),
     "pieces of runs": ShrinkCase(40, 192, (40, 16), as_of=10_000),
+    "columns of their own": ShrinkCase(40, 320, (40, 16), ((0, 128), (128, 192)), as_of=10_000),
 }
 SLOW_SHRINKS = {
-    "some columns": ShrinkCase(20, 320, (80,), start=64, width=128),
+    "some columns": ShrinkCase(20, 320, (80,), ((64, 128),)),
+    "few rows, columns of their own": ShrinkCase(
+        20, 320, (80, 16, 8), ((64, 128), (0, 64), (192, 128)), stages=4
+    ),
     "many ranks": ShrinkCase(20, 128, (80, 80, 8), as_of=100),
     "many ranks apart": ShrinkCase(20, 128, (80, 80, 8)),
     "long runs": ShrinkCase(80, 64, (16,), groups=2, slots=2, as_of=10_000),
@@ -139,35 +143,41 @@ def test_many_shrinks(name, data, seed):
 
 @dataclasses.dataclass(frozen=True)
 class OuterCase:
-    """Static sizes; columns are (first, rank) of each term, in an array of 64 or 128."""
+    """Static sizes; columns are (first, rank) of each term, in an array of 64 or 128, spans are
+    (start, width) of each."""
 
     rows: int
     columns: tuple[tuple[int, int], ...]
-    start: int
-    width: int
+    spans: tuple[tuple[int, int], ...]
     dtype: str = "bfloat16"
 
 
 OUTERS = {
-    "two terms": OuterCase(40, ((0, 24), (32, 12)), start=64, width=128),
-    "float32": OuterCase(40, ((16, 12),), start=0, width=40, dtype="float32"),
+    "two terms": OuterCase(40, ((0, 24), (32, 12)), ((64, 128),) * 2),
+    "two spans": OuterCase(40, ((0, 24), (32, 12)), ((64, 300), (400, 40))),
+    "float32": OuterCase(40, ((16, 12),), ((0, 40),), dtype="float32"),
 }
 SLOW_OUTERS = {
-    "one term": OuterCase(150, ((0, 8),), start=0, width=64),
+    "one term": OuterCase(150, ((0, 8),), ((0, 64),)),
     "terms in reverse, with others around": OuterCase(
-        150, ((80, 16), (32, 7), (16, 9)), start=0, width=320
+        150, ((80, 16), (32, 7), (16, 9)), ((0, 320),) * 3
     ),
-    "a term in two blocks": OuterCase(150, ((0, 40), (64, 40)), start=64, width=128),
-    "float32 in two blocks": OuterCase(150, ((16, 100),), start=0, width=328, dtype="float32"),
+    "three spans, of two blocks and of two terms": OuterCase(
+        150,
+        ((0, 8), (16, 80), (8, 7), (104, 24)),
+        ((0, 256), (512, 320), (0, 256), (256, 256)),
+    ),
+    "a term in two blocks": OuterCase(150, ((0, 40), (64, 40)), ((64, 128),) * 2),
+    "float32 in two blocks": OuterCase(150, ((16, 100),), ((0, 328),), dtype="float32"),
 }
 
 
 def check_outer(case: OuterCase, begins, ends, seed=0):
     """Runs go to buckets by chance; there are more buckets than some have runs."""
     rng = np.random.default_rng(seed)
-    rows, start = case.rows, case.start
-    end = max(map(sum, case.columns))
-    left, right = normal(rng, rows, -(-end // 64) * 64), normal(rng, rows, start + case.width)
+    rows, end = case.rows, max(map(sum, case.columns))
+    left = normal(rng, rows, -(-end // 64) * 64)
+    right = normal(rng, rows, max(map(sum, case.spans)))
     of_a_term = np.zeros(left.shape[1], bool)
     for first, rank in case.columns:
         of_a_term[first : first + rank] = True
@@ -180,13 +190,16 @@ def check_outer(case: OuterCase, begins, ends, seed=0):
     bucket = np.sort(rng.integers(0, count, len(begins)))
     first, stop = (np.searchsorted(bucket, np.arange(count), side) for side in ("left", "right"))
     runs = gpu_rows.Runs(*(np.asarray(v, np.int32) for v in (first, stop, begins, ends)))
-    found = gpu_interpreter.outer(left, case.columns, right, start, case.width, runs, case.dtype)
+    found = gpu_interpreter.outer(left, case.columns, right, case.spans, runs, case.dtype)
     tolerance = 1e-5 if case.dtype == "float32" else 2**-8
-    for sums, (first, rank) in zip(found, case.columns, strict=True):
-        expected = np.zeros((count, rank, case.width))
+    for sums, (first, rank), span in zip(found, case.columns, case.spans, strict=True):
+        start, width = span
+        expected = np.zeros((count, rank, width))
         for its, begin, end in zip(bucket, begins, ends, strict=True):
             u = left[begin:end, first : first + rank]
-            expected[its] += u.astype(float).T @ right[begin:end, start:].astype(float)
+            expected[its] += u.astype(float).T @ right[begin:end, start : start + width].astype(
+                float
+            )
         assert sums.dtype == case.dtype
         np.testing.assert_allclose(sums.astype(float), expected, rtol=tolerance, atol=1e-4)
 

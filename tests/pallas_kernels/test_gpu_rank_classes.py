@@ -107,16 +107,17 @@ def test_shrink(name):
 
 
 def test_classes_of_a_part_are_in_one_kernel(monkeypatch):
-    """Parts of other columns of x, and of too many ranks together, are not."""
+    """Parts of too many ranks together are not; parts of columns of their own are."""
     calls = []
 
-    def kernel(x, tables, factors, scalings, firsts, start, width, schedule):
-        assert firsts == (0, 2) and len(factors) == len(scalings)
-        calls.append((start, width, [f.shape[2] for f in factors]))
+    def kernel(x, tables, factors, scalings, firsts, starts, schedule):
+        assert firsts == (0, 2) and len(factors) == len(scalings) == 2 * len(starts)
+        calls.append((starts, [f.shape[2] for f in factors]))
         return factors
 
     monkeypatch.setattr(mosaic_gpu, "shrink_kernel", kernel)
-    shapes = [(0, 64, 128), (0, 64, 64), (64, 128, 16), (0, 64, 24)]  # start, width, rank
+    # Start, width, rank.
+    shapes = [(0, 64, 128), (0, 64, 64), (64, 128, 16), (0, 64, 24), (192, 64, 8)]
 
     def factors(slots, largest):
         ranks = (min(rank, largest) for *_, rank in shapes)
@@ -125,13 +126,13 @@ def test_classes_of_a_part_are_in_one_kernel(monkeypatch):
 
     terms = (*factors(2, 16), *factors(3, 128))
     starts = 2 * tuple(start for start, *_ in shapes)
-    firsts = (0,) * 4 + (2,) * 4
-    u = mosaic_gpu.shrink(jnp.zeros((300, 192)), None, terms, starts, (None,) * 8, firsts)
+    firsts = (0,) * 5 + (2,) * 5
+    u = mosaic_gpu.shrink(jnp.zeros((300, 256)), None, terms, starts, (None,) * 10, firsts)
     assert [its.shape for its in u] == [factor.shape for factor in terms]
     assert calls == [
-        (0, 64, [16, 128]),
-        (0, 64, [16, 16, 64, 24]),
-        (64, 128, [16, 16]),
+        ((64, 192), [16, 8, 16, 8]),
+        ((0,), [16, 128]),
+        ((0, 0), [16, 16, 64, 24]),
     ]
 
 

@@ -105,6 +105,10 @@ def check_runs(found: gpu_rows.Tables, place):
     last = np.flatnonzero(np.append(place[1:] != place[:-1], True))
     ends = last[np.searchsorted(last, np.arange(len(place)))] + 1
     assert found.run_end.tolist() == ends.tolist()
+    if found.run_begin is not None:
+        begins = np.full(len(place) + 1, len(place))
+        begins[: len(last)] = np.append(0, last[:-1] + 1)
+        assert found.run_begin.tolist() == begins.tolist()
 
 
 def tiles_of(found: gpu_rows.Tiles, place, groups):
@@ -276,13 +280,29 @@ def test_runs_of_buckets(sorted_slots, by_group, first_slot, slots):
     group = np.concatenate([np.repeat(np.arange(groups), sizes), np.full(9, groups)])
     tables = compiled_tables(groups)(sizes, slot.astype(np.int32))
     for in_order in {False, sorted_slots and by_group}:
-        tables = dataclasses.replace(tables, in_order=in_order)
-        runs = gpu_rows.runs_of_buckets(tables, first_slot, slots, groups if by_group else 1)
-        first, stop, begin, end = map(np.asarray, runs)
-        for bucket, (a, b) in enumerate(zip(first, stop, strict=True)):
-            its_slot, its_group = divmod(bucket, groups) if by_group else (bucket, None)
-            mine = (slot == first_slot + its_slot) & (group < groups)
-            if by_group:
-                mine &= group == its_group
-            found = np.concatenate([np.arange(begin[run], end[run]) for run in range(a, b)] or [[]])
-            assert found.tolist() == np.flatnonzero(mine).tolist()
+        run_begin = None if in_order else tables.run_begin
+        tables = dataclasses.replace(tables, in_order=in_order, run_begin=run_begin)
+        check_buckets(tables, group, slot, groups, by_group, first_slot, slots)
+
+
+@pytest.mark.parametrize("by_group", [True, False])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_runs_of_unsorted_rows(by_group, slots):
+    """So few rows lie in no order at all."""
+    rng, groups = np.random.default_rng(1), 5
+    group = rng.integers(0, groups + 1, (UNSORTED_ROWS // 2, 2)).astype(np.int32)
+    slot = rng.integers(-1, slots, len(group)).astype(np.int32)
+    tables = compiled_route(groups, slots)(group, slot)[0].tables
+    check_buckets(tables, group.reshape(-1), np.repeat(slot, 2), groups, by_group, 0, slots)
+
+
+def check_buckets(tables, group, slot, groups, by_group, first_slot, slots):
+    runs = gpu_rows.runs_of_buckets(tables, first_slot, slots, groups if by_group else 1)
+    first, stop, begin, end = map(np.asarray, runs)
+    for bucket, (a, b) in enumerate(zip(first, stop, strict=True)):
+        its_slot, its_group = divmod(bucket, groups) if by_group else (bucket, None)
+        mine = (slot == first_slot + its_slot) & (group < groups)
+        if by_group:
+            mine &= group == its_group
+        found = np.concatenate([np.arange(begin[run], end[run]) for run in range(a, b)] or [[]])
+        assert found.tolist() == np.flatnonzero(mine).tolist()

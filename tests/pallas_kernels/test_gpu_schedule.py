@@ -124,12 +124,13 @@ def check_shrink(rows, ranks, width):
     packs = mosaic_gpu._packs(range(len(ranks)), ranks, tile)
     assert [term for pack in packs for term in pack] == list(range(len(ranks)))
     for pack in packs:
-        check_pack(rows, tuple(ranks[term] for term in pack), tile, width)
+        for alone in {False, len(pack) > 1}:
+            check_pack(rows, tuple(ranks[term] for term in pack), tile, width, alone)
 
 
-def check_pack(rows, ranks, tile, width):
-    schedule = gs.shrink_schedule(rows, ranks, tile)
-    assert schedule == gs.shrink_schedule(rows, ranks, tile)
+def check_pack(rows, ranks, tile, width, alone):
+    schedule = gs.shrink_schedule(rows, ranks, tile, alone)
+    assert schedule == gs.shrink_schedule(rows, ranks, tile, alone)
     check_heights(schedule.heights)
     assert schedule.heights[-1] >= (schedule.block or gs.PIECE)
     assert 1 <= schedule.programs <= MULTIPROCESSORS
@@ -140,8 +141,7 @@ def check_pack(rows, ranks, tile, width):
         [array(8, 1, rank, width) for rank in ranks],
         [array(8, 1, dtype=jnp.float32) for _ in ranks],
         (0,),
-        0,
-        width,
+        tuple(part * width * alone for part in range(len(ranks))),
         schedule,
         False,
     )

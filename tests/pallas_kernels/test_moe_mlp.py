@@ -268,6 +268,27 @@ def test_gradients(shared, implementation, dtype):
         )
 
 
+@pytest.mark.parametrize("slots", [1, SLOTS])
+def test_gradients_of_few_tokens(slots, implementation, dtype):
+    """Those of many, the others of which count for nothing; few rows are not even sorted."""
+    call = arguments(dtype=dtype)
+    for name in LORA:
+        call[name] = Lora(*(v[:slots] for v in call[name]))
+    call["token_slots"] = np.minimum(call["token_slots"], slots - 1)
+    few = 4
+    dy = np.random.default_rng(3).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+    dy[few:] = 0
+    some = call | {name: call[name][:few] for name in TOKEN_ARRAYS}
+    _, (*of_tokens, gate, up, down) = jitted_gradients(implementation)(call, dy)
+    expected = *(v[:few] for v in of_tokens), gate, up, down
+    _, found = jitted_gradients(implementation)(some, dy[:few])
+    tolerance = 1e-5 if dtype == np.float32 else 2**-7
+    for its, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        its, other = (np.asarray(v).astype(np.float64) for v in (its, other))
+        size = np.abs(other).max()
+        np.testing.assert_allclose(its, other, rtol=tolerance, atol=tolerance * size)
+
+
 @pytest.mark.parametrize("shared", [OUTER, pytest.param((), marks=pytest.mark.slow)])
 def test_gradients_of_a_broken_slot_stay_alone(shared, implementation, dtype):
     call = arguments(shared, dtype=dtype)

@@ -78,9 +78,9 @@ def calls(shape, tokens: int, dtype, classes):
 
     def outer(left, right, sizes, row_slots, shape):
         tables = mosaic_tpu.tables(sizes, row_slots, groups)
-        lefts, width = ((left, left.shape[1]),), right.shape[1]
+        lefts, spans = ((left, left.shape[1]),), ((0, right.shape[1]),)
         first = first_slots[-1]
-        return mosaic_tpu.outer(lefts, right, 0, width, tables, first, shape, jnp.float32)
+        return mosaic_tpu.outer(lefts, right, spans, tables, first, shape, jnp.float32)
 
     for name, width, starts, part in (
         ("shrink", hidden, (0, 0), hidden),

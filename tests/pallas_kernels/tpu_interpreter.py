@@ -57,9 +57,10 @@ def jitted(name: str, schedule: ProductSchedule | None = None, groups: int | Non
     return run
 
 
-def _outer(lefts, right, *, ranks, **rest):
-    """`mosaic_tpu.outer` with ranks on their own: they are static."""
-    return mosaic_tpu.outer(tuple(zip(lefts, ranks, strict=True)), right, **rest)
+def _outer(lefts, right, *, ranks, start, width, **rest):
+    """`mosaic_tpu.outer` of one span, with ranks on their own: they are static."""
+    lefts = tuple(zip(lefts, ranks, strict=True))
+    return mosaic_tpu.outer(lefts, right, ((start, width),) * len(lefts), **rest)
 
 
 def groups_of_rows(group_sizes, rows: int):
