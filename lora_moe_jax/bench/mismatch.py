@@ -14,7 +14,13 @@ from rich.console import Console
 
 from lora_moe_jax.bench.mismatch_row import MismatchRow, table
 from lora_moe_jax.bench.report import Report, this_environment
-from lora_moe_jax.bench.routing import Replay, rerouted, run_recorded, trainer_choices
+from lora_moe_jax.bench.routing import (
+    Recorded,
+    Replay,
+    rerouted,
+    run_recorded,
+    trainer_choices,
+)
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import ConfigError
 from lora_moe_jax.models.build import random_model
@@ -24,11 +30,11 @@ from lora_moe_jax.serving.progress import progress_bar
 from lora_moe_jax.serving.request import Request, scores
 from lora_moe_jax.serving.sampling_params import SamplingParams
 from lora_moe_jax.serving.sizes import MORE_MEMORY
-from lora_moe_jax.serving.step_batch import StepBatch
 from lora_moe_jax.training import Datum, LoraConfig, Trainer
 
 PAGE = 64
 LEARNING_RATE = 1e-2  # of one step, which makes the adapters' B other than zero
+COMPLETIONS = 4  # of each prompt, of which most find it in the prefix cache
 NEAR = (0.9, 1.1)  # of the ratio of a token's two probabilities
 
 
@@ -38,7 +44,7 @@ class Load:
 
     Attributes:
       prompt, output: the longest prompt, and the tokens of each completion.
-      adapters: that requests use in turns, each with random parameters.
+      adapters: that prompts use in turns, each with random parameters.
     """
 
     tokens: int
@@ -92,14 +98,18 @@ class Sampled(NamedTuple):
 
     requests: Sequence[Request]
     logprobs: list[np.ndarray]
-    batches: list[StepBatch]
+    recorded: Recorded
 
 
 class Found(NamedTuple):
-    """Part by part: differences of logprobs, and which (layer, token) pairs went elsewhere."""
+    """Part by part: differences of logprobs, and which (layer, token) pairs went elsewhere.
+
+    `cached` tokens of prompts were not computed for them, but found in the prefix cache.
+    """
 
     logprobs: list[np.ndarray]
     rerouted: list[np.ndarray]
+    cached: list[int]
 
 
 def measure(name: str, config: ModelConfig, load: Load, rank: int, dtype: str) -> list[MismatchRow]:
@@ -109,7 +119,7 @@ def measure(name: str, config: ModelConfig, load: Load, rank: int, dtype: str) -
     names = [str(number) for number in range(load.adapters)]
     _random_adapters(trainer, names, config, rank)
     replay = Replay(engine) if _has_routers(config) else None
-    found = {"generate": Found([], []), "score": Found([], [])}
+    found = {side: Found([], [], []) for side in ("generate", "score")}
     sampled = 0
     with progress_bar("sampling and training", shown=True) as bar:
         for generated in _samples(engine, config, load, names):
@@ -118,13 +128,14 @@ def measure(name: str, config: ModelConfig, load: Load, rank: int, dtype: str) -
             choices = trainer_choices(engine, trainer, data) if replay else None
             for side, its in (("generate", generated), ("score", _scored(engine, data))):
                 compared = [len(own) for own in its.logprobs]
+                found[side].cached.append(its.recorded.cached)
                 for own, other, count in zip(its.logprobs, logprobs, compared, strict=True):
                     found[side].logprobs.append(own - other[-count:])
                 if replay is None:
                     continue
-                experts = replay.choices(its.requests, its.batches)
+                experts = replay.choices(its.requests, its.recorded)
                 for own, other, count in zip(experts, choices, compared, strict=True):
-                    found[side].rerouted.append(rerouted(own, other)[:, -count:])
+                    found[side].rerouted.append(rerouted(own[:, -count:], other[:, -count:]))
             sampled += load.requests * load.output
             bar.update(sampled, load.tokens)
     return [_row(name, config, load, rank, side, its) for side, its in found.items()]
@@ -146,7 +157,6 @@ def _engine(config: ModelConfig, load: Load, rank: int, dtype: str) -> Engine:
         token_buckets=None,
         prefill_chunk=None,
         decode_steps=1,
-        prefix_cache=False,  # see `Replay`
     )
     slots = slot_config(config, options, None, False)
     with progress_bar("making weights", shown=True) as bar:
@@ -169,24 +179,28 @@ def _samples(
     """Completions of random prompts of many lengths, until there are enough tokens."""
     rng = np.random.default_rng(1)
     for _ in range(math.ceil(load.tokens / (load.requests * load.output))):
-        lengths = rng.integers(1, load.prompt + 1, load.requests)
+        lengths = rng.integers(1, load.prompt + 1, math.ceil(load.requests / COMPLETIONS))
         prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
+        # Not next to each other: a prompt is in the cache once it has been computed.
+        places = [i % len(prompts) for i in range(load.requests)]
         params = [
             SamplingParams(max_tokens=load.output, ignore_eos=True, logprobs=0, seed=int(seed))
             for seed in rng.integers(0, 2**31, load.requests)
         ]
-        adapters = [names[i % len(names)] for i in range(len(prompts))]
-        with engine.stream(prompts, params, adapters) as stream:
-            batches = run_recorded(engine, stream)
+        adapters = [names[place % len(names)] for place in places]
+        engine.sleep()  # empties the prefix cache, whose pages `Replay` has written again
+        engine.wake()
+        with engine.stream([prompts[place] for place in places], params, adapters) as stream:
+            recorded = run_recorded(engine, stream)
         logprobs = [np.array(request.logprobs, np.float32) for request in stream.requests]
-        yield Sampled(stream.requests, logprobs, batches)
+        yield Sampled(stream.requests, logprobs, recorded)
 
 
 def _scored(engine: Engine, data: Sequence[Datum]) -> Sampled:
     sequences, adapters = [datum.tokens for datum in data], [datum.adapter for datum in data]
     with engine._open_scores(sequences, adapters, False, 0, 0) as stream:
-        batches = run_recorded(engine, stream)
-    return Sampled(stream.requests, [own.logprobs for own in scores(stream.requests)], batches)
+        recorded = run_recorded(engine, stream)
+    return Sampled(stream.requests, [own.logprobs for own in scores(stream.requests)], recorded)
 
 
 def _row(name, config, load: Load, rank: int, side: str, found: Found) -> MismatchRow:
@@ -201,6 +215,7 @@ def _row(name, config, load: Load, rank: int, side: str, found: Found) -> Mismat
         sampler=side,
         requests=load.requests,
         tokens=len(difference),
+        cached=sum(found.cached),
         mean=float(np.abs(difference).mean()),
         largest=float(np.abs(difference).max()),
         differing=float((difference != 0).mean()),

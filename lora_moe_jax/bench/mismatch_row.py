@@ -13,7 +13,7 @@ class MismatchRow:
 
     Attributes:
       sampler: "generate", as tokens were made, or "score", of whole sequences.
-      tokens: that were compared.
+      tokens: that were compared. cached: of the prompts, found in the prefix cache before them.
       mean, largest: of the absolute differences.
       differing: the share of tokens whose two logprobs are not equal.
       outside: the share of tokens whose two probabilities have a ratio outside of [0.9, 1.1].
@@ -29,6 +29,7 @@ class MismatchRow:
     sampler: str
     requests: int
     tokens: int
+    cached: int
     mean: float
     largest: float
     differing: float
@@ -42,6 +43,7 @@ def table(rows: list[MismatchRow]) -> Table:
         "adapters",
         "sampler",
         "tokens",
+        "of prompts cached",
         "mean |difference|",
         "largest",
         "differing",
@@ -56,6 +58,7 @@ def table(rows: list[MismatchRow]) -> Table:
             f"{row.adapters}, r {row.rank}",
             f"{row.sampler}, {row.requests} at a time",
             str(row.tokens),
+            str(row.cached),
             f"{row.mean:g}",
             f"{row.largest:g}",
             f"{row.differing:.2%}",

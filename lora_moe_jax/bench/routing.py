@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import numpy as np
 from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.kernel_programs import compile_kernels
 from lora_moe_jax.serving.request import Request
-from lora_moe_jax.serving.step_batch import StepBatch
+from lora_moe_jax.serving.step_batch import Chunk, StepBatch
 from lora_moe_jax.serving.step_functions import routed_step
 from lora_moe_jax.serving.step_layout import split_chosen
 from lora_moe_jax.serving.stream import RequestStream
@@ -28,7 +29,8 @@ from lora_moe_jax.training.datum import checked_rows
 from lora_moe_jax.training.packing import packed, packs, places, smallest
 
 # Of each sequence of S tokens int32 [layers with a router, S - 1, choices]; entry i of the second
-# dimension is of the token after which token i + 1 is predicted, as in `Score.logprobs`.
+# dimension is of the token after which token i + 1 is predicted, as in `Score.logprobs`. What was
+# found in the prefix cache is not there: fewer entries, the last ones.
 Choices = list[np.ndarray]
 
 
@@ -36,13 +38,21 @@ class ReplayError(RuntimeError):
     """What the steps choose when they are taken again is not known to be what they chose."""
 
 
-def run_recorded(engine: Engine, stream: RequestStream) -> list[StepBatch]:
-    """Runs the requests of a stream to their end, and gives the batches of their steps."""
+class Recorded(NamedTuple):
+    """The batches of some requests' steps, and how many tokens the prefix cache gave them."""
+
+    batches: list[StepBatch]
+    cached: int
+
+
+def run_recorded(engine: Engine, stream: RequestStream) -> Recorded:
+    """Runs the requests of a stream to their end."""
     runner, batches = engine._runner, []
+    before = engine.stats().prefix_hit_tokens
     while not all(request.done for request in stream.requests):
         runner.step()
         batches += [begun.batch for begun in runner._under_way]  # it has read all others
-    return batches
+    return Recorded(batches, engine.stats().prefix_hit_tokens - before)
 
 
 class Replay:
@@ -54,20 +64,22 @@ class Replay:
         self._function = jax.jit(function, donate_argnums=(2, 3))
         self._compiled: dict[int, jax.stages.Compiled] = {}
 
-    def choices(self, requests: Sequence[Request], batches: Sequence[StepBatch]) -> Choices:
+    def choices(self, requests: Sequence[Request], recorded: Recorded) -> Choices:
         """Of each request that has ended, from the batches of all; adapters are where they were.
+
+        The prefix cache must have been empty before them, and holds other pages' tokens afterwards.
 
         Raises:
           ReplayError: a step does not sample the same tokens with the same logprobs, or a request
-            has not computed each token once in these steps: it found some in the prefix cache, or
-            had to make room for another.
+            has not computed each token once in these steps, after those that the prefix cache gave
+            it: it had to make room for another.
         """
-        _check_whole(requests, batches)
+        _check_whole(requests, recorded)
         steps, found = self._steps, {request: [] for request in requests}
         base, bank = steps.arrays.base, steps.arrays.bank.stacks
         # None is fed back that these steps have not sampled themselves.
         last_tokens = jnp.zeros_like(steps.last_tokens)
-        for batch in batches:
+        for batch in recorded.batches:
             arguments = base, bank, steps.pages, last_tokens, batch.packed
             if batch.size not in self._compiled:
                 self._compiled[batch.size] = self._compile(*arguments)
@@ -78,10 +90,10 @@ class Replay:
             for chunk in batch.chunks:
                 places = slice(chunk.offset, chunk.offset + chunk.length)
                 found[chunk.request].append(experts[:, places])
-        return [
-            np.concatenate(found[request], axis=1)[:, : len(request.tokens) - 1]
-            for request in requests
-        ]
+        for request, chunk in _first_chunks(recorded).items():
+            whole = np.concatenate(found[request], axis=1)
+            found[request] = whole[:, : len(request.tokens) - 1 - chunk.start]
+        return [found[request] for request in requests]
 
     def _compile(self, *arguments) -> jax.stages.Compiled:
         lowered = self._function.lower(*arguments)
@@ -98,9 +110,15 @@ def _step(layout, arrays, base, bank, pages, last_tokens, packed):
     return pages, last_tokens, chosen, jnp.stack(experts)
 
 
-def _check_whole(requests: Sequence[Request], batches: Sequence[StepBatch]) -> None:
-    computed = dict.fromkeys(requests, 0)
-    for chunk in (chunk for batch in batches for chunk in batch.chunks):
+def _first_chunks(recorded: Recorded) -> dict[Request, Chunk]:
+    chunks = (chunk for batch in reversed(recorded.batches) for chunk in reversed(batch.chunks))
+    return {chunk.request: chunk for chunk in chunks}
+
+
+def _check_whole(requests: Sequence[Request], recorded: Recorded) -> None:
+    first = _first_chunks(recorded)
+    computed = {request: first[request].start if request in first else 0 for request in requests}
+    for chunk in (chunk for batch in recorded.batches for chunk in batch.chunks):
         if chunk.start == computed[chunk.request]:
             computed[chunk.request] += chunk.length
     for request, tokens in computed.items():
@@ -109,6 +127,12 @@ def _check_whole(requests: Sequence[Request], batches: Sequence[StepBatch]) -> N
                 f"of the {len(request.tokens)} tokens of request {request.index} these steps have "
                 f"computed the first {tokens} in one go"
             )
+    begun = sum(chunk.start for chunk in first.values())
+    if begun != recorded.cached:
+        raise ReplayError(
+            f"these steps begin after {begun} tokens of their requests, and {recorded.cached} were "
+            "in the prefix cache"
+        )
 
 
 def _check_same(batch: StepBatch, chosen: np.ndarray) -> None:

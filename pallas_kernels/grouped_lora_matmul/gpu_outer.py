@@ -1,9 +1,9 @@
 """The Hopper kernel of the adapters' gradients: the sum of left[t] ⊗ right[t] over a bucket's rows.
 
-One unit of work is one bucket and a slice of the features of a span. Rows come 64 at a time from the first of
-each of the bucket's runs; those of the last step that belong to others are zeroed in shared memory
-by a select, so nothing of theirs is multiplied. The sum runs over the rows in order, in one
-accumulator.
+One unit of work is one bucket and a slice of the features of a span. Rows come 64 at a time from
+the first of each of the bucket's runs; those of the last step that belong to others are zeroed in
+shared memory by a select, so nothing of theirs is multiplied. The sum runs over the rows in order,
+in one accumulator.
 
     D = leftᵀ · right : [64 ranks, 256 features], the columns of all terms of one span together
 
@@ -86,7 +86,8 @@ def _unit_at(strips, index) -> _Unit:
     found = unit_of(0, strips[0])
     for number, strip in enumerate(strips[1:], 1):
         its = unit_of(number, strip)
-        found = _Unit(*(jnp.where(rest >= strip.units, *both) for both in zip(its, found)))
+        both = zip(its, found, strict=True)
+        found = _Unit(*(jnp.where(rest >= strip.units, *values) for values in both))
     return found
 
 

@@ -4,7 +4,7 @@ A run (rows of one group and one slot) is one small product with its own A, so A
 once for each run, and a row never meets another slot's numbers. One unit of work is a piece of a
 run, or, for few rows, a block of rows with the runs in it.
 
-    D = A · xᵀ : [64 ranks, rows], all parts of the same columns of x together, summed over K in order
+    D = A · xᵀ : [64 ranks, rows], all parts of the same columns of x, summed over K in order
 
 Parts of other columns have sums of their own, one after another, in ranks of their own.
 

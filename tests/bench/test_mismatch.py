@@ -34,8 +34,8 @@ def test_a_small_model(tmp_path, capsys):
 
 def test_what_is_counted(tmp_path):
     logprobs = [np.array([0, np.log(1.2)], np.float32), np.array([-0.05, 0], np.float32)]
-    row = row_of(tmp_path, Found(logprobs, []))
-    assert row.tokens == 4 and row.differing == 0.5 and row.outside == 0.25
+    row = row_of(tmp_path, Found(logprobs, [], [3]))
+    assert row.tokens == 4 and row.cached == 3 and row.differing == 0.5 and row.outside == 0.25
     assert row.largest == pytest.approx(np.log(1.2), rel=1e-6)
     assert row.mean == pytest.approx((np.log(1.2) + 0.05) / 4, rel=1e-6)
     assert row.rerouted is None
@@ -47,7 +47,7 @@ def test_experts_that_differ_are_a_miss(tmp_path):
     its = mine.copy()
     its[1, 2] = its[1, 2, ::-1]
     parts = [rerouted(mine[:, :1], its[:, :1]), rerouted(mine[:, 1:], its[:, 1:])]
-    row = row_of(tmp_path, Found([np.zeros(1), np.zeros(2)], parts))
+    row = row_of(tmp_path, Found([np.zeros(1), np.zeros(2)], parts, [0]))
     assert row.rerouted == pytest.approx(1 / 6) and row.largest == 0
     assert "16.6667%" in text_of(table([row])) and "MISS" in text_of(table([row]))
 

@@ -56,8 +56,8 @@ def replay(engine):
 def generated(engine):
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, seed=0)
     with engine.stream(PROMPTS, params, ["0", "0"]) as stream:
-        batches = run_recorded(engine, stream)
-    return stream.requests, batches
+        recorded = run_recorded(engine, stream)
+    return stream.requests, recorded
 
 
 def test_sampler_and_trainer_choose_the_same_experts(engine, replay, generated):
@@ -109,13 +109,15 @@ def test_choices_are_those_of_the_router(engine, replay, generated):
 
 
 def test_other_steps_are_not_taken_for_the_sampler_s(replay, generated):
-    requests, batches = generated
-    for some in (batches[1:], batches[:-1]):
-        with pytest.raises(ReplayError, match=r"tokens of request \d these steps have"):
-            replay.choices(requests, some)
+    requests, recorded = generated
+    batches, _ = recorded
+    with pytest.raises(ReplayError, match="begin after .* and 0 were in the prefix cache"):
+        replay.choices(requests, recorded._replace(batches=batches[1:]))
+    with pytest.raises(ReplayError, match=r"tokens of request \d these steps have"):
+        replay.choices(requests, recorded._replace(batches=batches[:-1]))
     requests[0].logprobs[2] += 1
     with pytest.raises(ReplayError, match="request 0 sampled .* at position 5"):
-        replay.choices(requests, batches)
+        replay.choices(requests, recorded)
     requests[0].logprobs[2] -= 1
 
 

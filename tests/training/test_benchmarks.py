@@ -24,7 +24,6 @@ def command(pair, monkeypatch, tmp_path):
     model = abstract_model(engine.config, adapters=SlotConfig(ENGINE["max_adapters"], 4))
     monkeypatch.setattr(trainer, "_engine", lambda *_: (engine, ModelSizes.of(model)))
     monkeypatch.setattr(mismatch, "_engine", lambda *_: engine)
-    monkeypatch.setattr(engine._runner.scheduler, "prefix_cache", False)  # see `Replay`
     monkeypatch.setattr(trainer, "UPDATES", 3)
     for module in (trainer, mismatch):
         monkeypatch.setattr(module, "Trainer", lambda *_, **__: shared)
@@ -50,9 +49,10 @@ def test_training(command, capsys):
 
 
 def test_mismatch(command, capsys):
-    sizes = "--tokens 15 --requests 3 --prompt 9 --output 5 --adapters 2"
+    sizes = "--tokens 30 --requests 6 --prompt 80 --output 5 --adapters 2"
     generated, scored = command("mismatch", sizes)
-    assert generated.tokens == 15 < scored.tokens
+    assert generated.tokens == 30 < scored.tokens
+    assert generated.cached > 0 == scored.cached
     for row in (generated, scored):
         assert row.largest == row.mean == row.differing == row.outside == row.rerouted == 0
     assert capsys.readouterr().out.count("equal bits") == 2 * 2
