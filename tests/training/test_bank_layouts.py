@@ -76,10 +76,11 @@ def test_adapters_are_trained_as_in_slots_that_are_alike(pair, family, classes):
 
 
 def test_a_slot_is_read_back_after_an_eviction(family, classes):
-    engine, _ = classes
+    engine, trainer = classes
     adapter = read_adapter(GOLDEN / family / "adapters" / "attn", engine.bank.projections)
-    expected = probe(engine, "a")
+    add(trainer, engine, "mine", 0, rank=SMALL)
+    expected = probe(engine, "mine")
     for number in range(engine.options.max_adapters):
         engine.load_adapter(str(number), adapter)
         probe(engine, str(number))
-    assert probe(engine, "a") == expected
+    assert probe(engine, "mine") == expected
