@@ -63,18 +63,23 @@ class Optimizer:
 def _step(scaling, bank_dtype, masters: Masters, state, gradients: Masters, settings: StepSettings):
     norm = optax.tree.norm(gradients)
     clip = jnp.minimum(1.0, settings.clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-    clipped = jax.tree.map(lambda gradient: gradient * clip, gradients)
-    updates, new_state = scaling.update(clipped, state, masters)
 
-    def moved(master, update):
-        return master - settings.learning_rate * (update + settings.weight_decay * master)
+    def moved(masters: Masters, state, gradients: Masters):
+        clipped = jax.tree.map(lambda gradient: gradient * clip, gradients)
+        updates, new_state = scaling.update(clipped, state, masters)
 
-    new_masters = jax.tree.map(moved, masters, updates)
+        def move(master, update):
+            return master - settings.learning_rate * (update + settings.weight_decay * master)
+
+        return jax.tree.map(move, masters, updates), new_state
+
+    new_masters, _ = moved(masters, state, gradients)
     finite = [jnp.isfinite(x.astype(bank_dtype)).all() for x in jax.tree.leaves(new_masters)]
     good = jnp.isfinite(norm) & jnp.stack(finite).all()
-    kept = jax.tree.map(
-        lambda new, old: jnp.where(good, new, old), (new_masters, new_state), (masters, state)
-    )
+    # Computed once more, or the new masters are kept beside the old ones until all are known.
+    before, gradients, good = lax.optimization_barrier(((masters, state), gradients, good))
+    after = moved(*before, gradients)
+    kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
     return Stepped(*kept, good, norm)
 
 

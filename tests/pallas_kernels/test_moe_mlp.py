@@ -268,7 +268,7 @@ def test_gradients(shared, implementation, dtype):
         )
 
 
-@pytest.mark.parametrize("slots", [1, SLOTS])
+@pytest.mark.parametrize("slots", [1, pytest.param(SLOTS, marks=pytest.mark.slow)])
 def test_gradients_of_few_tokens(slots, implementation, dtype):
     """Those of many, the others of which count for nothing; few rows are not even sorted."""
     call = arguments(dtype=dtype)

@@ -56,6 +56,7 @@ def test_adapters_are_served_as_from_slots_that_are_alike(pair, family, classes)
         several.unload_adapter(name)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_as_in_slots_that_are_alike(pair, family, classes):
     """All that there is of two adapters after a step, and the gradients and logprobs of both.
 

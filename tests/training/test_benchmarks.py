@@ -39,6 +39,7 @@ def command(pair, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_training(command, capsys):
     (row,) = command("training", "--adapters 2 --length 12 --sequences 3")
     assert (row.adapters, row.sequences) == (2, 3)
