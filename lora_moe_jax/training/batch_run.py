@@ -14,7 +14,7 @@ from lora_moe_jax.training.loss_value import value_and_gradient
 from lora_moe_jax.training.losses import Loss
 from lora_moe_jax.training.masters import Masters
 from lora_moe_jax.training.model_pass import KeptOfPieces, ModelPass
-from lora_moe_jax.training.optimizer import with_gradients, zeros_like
+from lora_moe_jax.training.optimizer import unset, with_gradients
 from lora_moe_jax.training.packing import (
     Pack,
     PackedBatch,
@@ -114,18 +114,20 @@ class BatchRun:
         flat = np.zeros(sizes.tokens, np.float32)
         for row, place in zip(pack.rows, places(pack), strict=True):
             flat[place] = gradients[row.place]
-        for name in pack.pieces:
-            if name not in self.gradients:
-                self.gradients[name] = zeros_like(self.adapters[name].masters)
+        first = [name for name in pack.pieces if name not in self.gradients]
+        for name in first:
+            self.gradients[name] = unset(self.adapters[name].masters)
         for of_slots in self.model.backward(sizes, batch, kept, flat):
             for name in pack.pieces:
-                self._add(name, of_slots)
+                self._add(name, of_slots, name in first)
 
-    def _add(self, name: str, of_slots: SlotGradients) -> None:
-        """Adds an adapter's part of a piece's gradients."""
+    def _add(self, name: str, of_slots: SlotGradients, first: bool) -> None:
+        """Adds an adapter's part of a piece's gradients, every piece of which has its own."""
         own = self.adapters[name]
         found = of_slots.get(own.rank, {})
         wanted = {key: found[key] for key in found if key in own.places}
         if wanted:
             total = self.gradients[name]
-            self.gradients[name] = with_gradients(total, wanted, own.places, np.int32(own.place))
+            self.gradients[name] = with_gradients(
+                total, wanted, own.places, np.int32(own.place), first=first
+            )

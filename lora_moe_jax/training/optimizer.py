@@ -88,30 +88,38 @@ def with_gradients(
     gradients: Mapping[str, dict[str, jax.Array]],
     places: Mapping[str, Place],
     slot: np.int32,
+    *,
+    first: bool,
 ) -> Masters:
     """Sums so far plus one slot's gradients of some projections; the former are donated.
 
     Args:
       gradients: of all slots of a rank class, by projection and factor.
       slot: the number in its class.
+      first: whether these projections have no sums so far, see `unset`.
     """
     stacks = {place.stack: totals[place.stack] for place in map(places.get, gradients)}
     where = [places[name] for name in gradients]
     order = tuple(place.stack for place in where)
     indices = np.int32([place.index for place in where])
-    return totals | _with_gradients(order, stacks, [*gradients.values()], indices, slot)
+    return totals | _with_gradients((order, first), stacks, [*gradients.values()], indices, slot)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _with_gradients(order, totals: Masters, gradients: list[dict[str, jax.Array]], indices, slot):
+def _with_gradients(kind, totals: Masters, gradients: list[dict[str, jax.Array]], indices, slot):
     """Without names: layers that are alike share a compiled function."""
-    totals = dict(totals)
+    (order, first), totals = kind, dict(totals)
+    place = _set_at if first else _add_at
     for i, (stack, factors) in enumerate(zip(order, gradients, strict=True)):
         own = {key: x[slot].astype(jnp.float32) for key, x in factors.items()}
         totals[stack] = jax.tree.map(
-            functools.partial(_add_at, indices[i]), totals[stack], _as_master(own, totals[stack])
+            functools.partial(place, indices[i]), totals[stack], _as_master(own, totals[stack])
         )
     return totals
+
+
+def _set_at(index: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(total, part, index, 0)
 
 
 def _add_at(index: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
@@ -130,9 +138,9 @@ def _as_master(factors: Mapping[str, jax.Array], stack: Master) -> Master:
 
 
 @jax.jit
-def zeros_like(masters: Masters) -> Masters:
-    """Where gradients are summed."""
-    return jax.tree.map(jnp.zeros_like, masters)
+def unset(masters: Masters) -> Masters:
+    """Where gradients are summed: any values, which the first of each projection replace."""
+    return jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), masters)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

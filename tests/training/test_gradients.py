@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lora_moe_jax.adapters import LoraPair
-from tests.training.helpers import add, data, scores
+from lora_moe_jax.training import batch_run
+from tests.training.helpers import add, data, gradients, same, scores
 
 STEP = 5e-4
 
@@ -70,6 +72,23 @@ def _slope(engine, training, batch, directions, field, norm) -> float:
         probes = [type(d)(d.tokens, "probe", d.weights) for d in batch]
         values.append(total(engine, probes))
     return (values[0] - values[1]) / (2 * STEP)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_every_projection_s_gradient_is_written(pair, family, monkeypatch):
+    """Into memory that holds anything: sums are not begun with zeros."""
+    engine, trainer = pair(family)
+    add(trainer, engine, "a")
+    batch = data([("a", 40)])
+    trainer.forward_backward(batch)
+    expected = gradients(trainer, "a")
+
+    def poisoned(masters):
+        return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), masters)
+
+    monkeypatch.setattr(batch_run, "unset", poisoned)
+    trainer.forward_backward(batch)
+    assert same(gradients(trainer, "a"), expected)
 
 
 def test_calls_add_up(pair):
