@@ -177,8 +177,14 @@ def _tables(place, tiles: Tiles, in_order: bool) -> Tables:
     begin = jnp.append(_rows_of(starts, run), count)
     # Of the last run, and past it.
     begin = jnp.where(np.arange(count + 1) < run[-1], begin, count)
+    if count <= FEW_ROWS:
+        # A launch less than by the number of the run.
+        later = (row[None, :] > row[:, None]) & starts[None, :]
+        run_end = jnp.min(jnp.where(later, row[None, :], count), axis=1)
+    else:
+        run_end = begin[run]
     pieces = _pieces(place, cuts, piece)
-    return Tables(place, begin[run], pieces, tiles, None if in_order else begin, in_order)
+    return Tables(place, run_end, pieces, tiles, None if in_order else begin, in_order)
 
 
 def _marks(place):
