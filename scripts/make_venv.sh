@@ -14,6 +14,8 @@ if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 tested=$("$folder/bin/python" -c 'import sys; print("py312" if sys.version_info >= (3, 12) else "py311")')
 echo "Installing lora-moe-jax and its development tools into $folder"
-# Python compiles what is imported; all of it takes longer than everything else here.
+# Python compiles what is imported; all of it takes longer than everything else here. `compat`: by a
+# path. By setuptools' finder a script beside a clone would import the clone's folder, an empty package.
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
+    --config-settings editable_mode=compat \
     --constraint "constraints/$tested.txt" --editable ".[dev]"
