@@ -26,7 +26,7 @@ from lora_moe_jax.serving.step_layout import split_chosen
 from lora_moe_jax.serving.stream import RequestStream
 from lora_moe_jax.training import Datum, Trainer
 from lora_moe_jax.training.datum import checked_rows
-from lora_moe_jax.training.packing import packed, packs, places, smallest
+from lora_moe_jax.training.packing import packs, places
 
 # Of each sequence of S tokens int32 [layers with a router, S - 1, choices]; entry i of the second
 # dimension is of the token after which token i + 1 is predicted, as in `Score.logprobs`. What was
@@ -152,15 +152,14 @@ def _check_same(batch: StepBatch, chosen: np.ndarray) -> None:
 
 def trainer_choices(engine: Engine, trainer: Trainer, batch: Sequence[Datum]) -> Choices:
     """Of each sequence, packed as `forward_backward` packs them."""
-    sizes, found = trainer._sizes, {}
+    model, found = trainer._pass, {}
     names = list(dict.fromkeys(datum.adapter for datum in batch))
     slots = dict(zip(names, engine.adapter_slots(names), strict=True))
-    rows = checked_rows(batch, engine.config.vocab_size, sizes[-1].tokens, ())
-    for pack in packs(rows, sizes[-1]):
-        size = smallest(pack, sizes)
-        own_slots = {name: slots[name] for name in pack.pieces}
-        flat = jax.device_put(packed(pack, size, own_slots))
-        experts = np.stack([np.asarray(layer) for layer in trainer._pass.choices(size, flat)])
+    largest = model.sizes[-1]
+    rows = checked_rows(batch, engine.config.vocab_size, largest.tokens, ())
+    for pack in packs(rows, largest):
+        choices = model.choices(model.placed(pack, slots))
+        experts = np.stack([np.asarray(layer) for layer in choices])
         for row, place in zip(pack.rows, places(pack), strict=True):
             found[row.place] = experts[:, place]
     return [found[place] for place in range(len(batch))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import jax
 import numpy as np
 
 from lora_moe_jax.adapters.bank import Place
@@ -13,18 +12,10 @@ from lora_moe_jax.training.datum import Row
 from lora_moe_jax.training.loss_value import value_and_gradient
 from lora_moe_jax.training.losses import Loss
 from lora_moe_jax.training.masters import Masters
-from lora_moe_jax.training.model_pass import KeptOfPieces, ModelPass
+from lora_moe_jax.training.model_pass import KeptOfPieces, ModelPass, PlacedPack
 from lora_moe_jax.training.optimizer import unset, with_gradients
-from lora_moe_jax.training.packing import (
-    Pack,
-    PackedBatch,
-    PackSizes,
-    packed,
-    packs,
-    places,
-    smallest,
-)
-from lora_moe_jax.training.pieces import SlotGradients
+from lora_moe_jax.training.packing import Pack, packs, places
+from lora_moe_jax.training.pieces import FactorGradients
 
 
 @dataclass(frozen=True)
@@ -33,13 +24,10 @@ class InTraining:
 
     Attributes:
       slot: where it is now.
-      rank, place: of the slot's class, and its number there.
       places: of the projections in its masters.
     """
 
     slot: int
-    rank: int
-    place: int
     masters: Masters
     places: Mapping[str, Place]
 
@@ -54,7 +42,6 @@ class BatchRun:
     """
 
     model: ModelPass
-    sizes: Sequence[PackSizes]
     adapters: Mapping[str, InTraining]
     loss: Loss
     options: dict[str, np.float32]
@@ -64,29 +51,28 @@ class BatchRun:
 
     def run(self, rows: Sequence[Row]) -> None:
         """Computes everything of all rows."""
-        every = packs(rows, self.sizes[-1])
+        every = packs(rows, self.model.sizes[-1])
         for group in [[pack] for pack in every] if self.loss.by_sequence else [every]:
             self._run_group(group)
 
     def _run_group(self, group: list[Pack]) -> None:
         """Packs whose loss is one. What layers kept is used only if there is one pack."""
         for pack in group:
-            sizes, batch = self._arrays(pack)
-            kept = self._forward(pack, sizes, batch)
+            placed = self._placed(pack)
+            kept = self._forward(pack, placed)
         gradients = self._evaluate(group)
         for pack in group:
             if len(group) > 1:
-                sizes, batch = self._arrays(pack)
-                kept = self._forward(pack, sizes, batch)
-            self._backward(pack, sizes, batch, kept, gradients)
+                placed = self._placed(pack)
+                kept = self._forward(pack, placed)
+            self._backward(pack, placed, kept, gradients)
 
-    def _arrays(self, pack: Pack) -> tuple[PackSizes, PackedBatch]:
-        sizes = smallest(pack, self.sizes)
-        slots = {name: self.adapters[name].slot for name in pack.pieces}
-        return sizes, jax.device_put(packed(pack, sizes, slots))
+    def _placed(self, pack: Pack) -> PlacedPack:
+        slots = {name: its.slot for name, its in self.adapters.items()}
+        return self.model.placed(pack, slots)
 
-    def _forward(self, pack: Pack, sizes: PackSizes, batch: PackedBatch) -> KeptOfPieces:
-        flat, kept = self.model.forward(sizes, batch)
+    def _forward(self, pack: Pack, placed: PlacedPack) -> KeptOfPieces:
+        flat, kept = self.model.forward(placed)
         flat = np.asarray(flat)
         for row, place in zip(pack.rows, places(pack), strict=True):
             self.logprobs[row.place] = flat[place]
@@ -106,28 +92,26 @@ class BatchRun:
     def _backward(
         self,
         pack: Pack,
-        sizes: PackSizes,
-        batch: PackedBatch,
+        placed: PlacedPack,
         kept: KeptOfPieces,
         gradients: Mapping[int, np.ndarray],
     ) -> None:
-        flat = np.zeros(sizes.tokens, np.float32)
+        flat = np.zeros(placed.sizes.tokens, np.float32)
         for row, place in zip(pack.rows, places(pack), strict=True):
             flat[place] = gradients[row.place]
         first = [name for name in pack.pieces if name not in self.gradients]
         for name in first:
             self.gradients[name] = unset(self.adapters[name].masters)
-        for of_slots in self.model.backward(sizes, batch, kept, flat):
+        for of_slots in self.model.backward(placed, kept, flat):
             for name in pack.pieces:
-                self._add(name, of_slots, name in first)
+                rank, slot = placed.slots.places[name]
+                self._add(name, of_slots.get(rank, {}), slot, name in first)
 
-    def _add(self, name: str, of_slots: SlotGradients, first: bool) -> None:
+    def _add(self, name: str, found: FactorGradients, slot: int, first: bool) -> None:
         """Adds an adapter's part of a piece's gradients, every piece of which has its own."""
-        own = self.adapters[name]
-        found = of_slots.get(own.rank, {})
-        wanted = {key: found[key] for key in found if key in own.places}
+        total, places = self.gradients[name], self.adapters[name].places
+        wanted = {key: found[key] for key in found if key in places}
         if wanted:
-            total = self.gradients[name]
             self.gradients[name] = with_gradients(
-                total, wanted, own.places, np.int32(own.place), first=first
+                total, wanted, places, np.int32(slot), first=first
             )

@@ -1,4 +1,4 @@
-"""The pieces of a model for one size of batch, compiled side by side."""
+"""The pieces of a model for some sizes of batch, compiled side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import jax
 
 from lora_moe_jax.adapters.bank import Bank
 from lora_moe_jax.serving.kernel_programs import compile_kernels
-from lora_moe_jax.training.packing import PackedBatch, PackSizes
+from lora_moe_jax.training.pack_slots import pack_slots
+from lora_moe_jax.training.packing import PackSizes, padding
 from lora_moe_jax.training.pieces import Piece
 
 
@@ -22,10 +23,10 @@ class Program(NamedTuple):
 
 
 def compiled(
-    pieces: Sequence[Piece], bank: Bank, sizes: PackSizes, batch: PackedBatch
-) -> dict[Hashable, Program]:
-    """The programs of all pieces, by their key."""
-    jobs, x = {}, None
+    pieces: Sequence[Piece], bank: Bank, every: Sequence[PackSizes]
+) -> dict[PackSizes, dict[Hashable, Program]]:
+    """The programs of all pieces, by their key, for each of the sizes."""
+    jobs: dict[PackSizes, dict[Hashable, Program]] = {}
     with ThreadPoolExecutor() as kernels, ThreadPoolExecutor() as threads:
 
         def compile_later(function, *arguments):
@@ -33,15 +34,21 @@ def compiled(
             compile_kernels(lowered, kernels)
             return lowered, threads.submit(lowered.compile)
 
-        for piece in pieces:
-            if piece.key in jobs:
-                continue
-            arrays = piece.arrays(bank)
-            lowered, forward = compile_later(piece.functions.forward, arrays, x, batch, sizes)
-            x, kept = jax.tree.map(_shape, lowered.out_info)
-            _, backward = compile_later(piece.functions.backward, arrays, kept, batch, sizes, x)
-            jobs[piece.key] = forward, backward
-        programs = {key: Program(*(job.result() for job in both)) for key, both in jobs.items()}
+        for sizes in every:
+            x, batch, slots = None, padding(sizes), pack_slots(bank, {}, sizes.slots)
+            own = jobs.setdefault(sizes, {})
+            for piece in pieces:
+                if piece.key in own:
+                    continue
+                arrays = piece.arrays(bank, slots)
+                lowered, forward = compile_later(piece.functions.forward, arrays, x, batch, sizes)
+                x, kept = jax.tree.map(_shape, lowered.out_info)
+                _, backward = compile_later(piece.functions.backward, arrays, kept, batch, sizes, x)
+                own[piece.key] = Program(forward, backward)
+        programs = {
+            sizes: {key: Program(*(job.result() for job in its)) for key, its in own.items()}
+            for sizes, own in jobs.items()
+        }
         kernels.shutdown(cancel_futures=True)
     return programs
 

@@ -8,58 +8,83 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
 from lora_moe_jax.serving.model_arrays import ModelArrays
 from lora_moe_jax.training.compiled import Program, compiled
-from lora_moe_jax.training.packing import PackedBatch, PackSizes
+from lora_moe_jax.training.pack_slots import PackSlots, pack_slots
+from lora_moe_jax.training.packing import Pack, PackedBatch, PackSizes, packed, smallest
 from lora_moe_jax.training.pieces import Kept, SlotGradients, pieces
 
 KeptOfPieces = list[Kept]
 
 
-class ModelPass:
-    """Both directions, for every size of batch; compiled when first used."""
+class PlacedPack(NamedTuple):
+    """A pack on the device."""
 
-    def __init__(self, arrays: ModelArrays):
-        self._bank = arrays.bank
+    sizes: PackSizes
+    batch: PackedBatch
+    slots: PackSlots
+
+
+class ModelPass:
+    """Both directions, for every size of batch; compiled when first used.
+
+    Attributes:
+      sizes: of batches, ascending. Those of as many tokens are compiled together, so that nothing
+        is when another mix of adapters comes.
+    """
+
+    def __init__(self, arrays: ModelArrays, sizes: Sequence[PackSizes]):
+        self.sizes, self._bank = sizes, arrays.bank
         self._pieces = pieces(arrays.on_base())
         self._programs: dict[PackSizes, dict[Hashable, Program]] = {}
 
-    def forward(self, sizes: PackSizes, batch: PackedBatch) -> tuple[jax.Array, KeptOfPieces]:
+    def placed(self, pack: Pack, slots: Mapping[str, int]) -> PlacedPack:
+        """In the smallest size that holds it; with the bank's slots of its adapters."""
+        size = smallest(pack, self.sizes)
+        own = pack_slots(self._bank, {name: slots[name] for name in pack.pieces}, size.slots)
+        batch, chosen = jax.device_put((packed(pack, size, own.numbers), own.chosen))
+        return PlacedPack(size, batch, own._replace(chosen=chosen))
+
+    def forward(self, pack: PlacedPack) -> tuple[jax.Array, KeptOfPieces]:
         """float32 logprobs [T] of each token's target, 0 where none is predicted."""
-        programs = self._compiled(sizes, batch)
+        programs = self._compiled(pack.sizes)
         x, kept = None, []
         for piece in self._pieces:
-            x, its = programs[piece.key].forward(piece.arrays(self._bank), x, batch)
+            arrays = piece.arrays(self._bank, pack.slots)
+            x, its = programs[piece.key].forward(arrays, x, pack.batch)
             kept.append(its)
         return x, kept
 
-    def choices(self, sizes: PackSizes, batch: PackedBatch) -> list[jax.Array]:
+    def choices(self, pack: PlacedPack) -> list[jax.Array]:
         """int32 [T, choices] of each layer that has a router: the experts of each token, the one it
         likes best first, found from the layer's input in the pass forward."""
-        programs = self._compiled(sizes, batch)
+        programs = self._compiled(pack.sizes)
         x, found = None, []
         for piece in self._pieces:
-            arrays = piece.arrays(self._bank)
+            arrays = piece.arrays(self._bank, pack.slots)
             if piece.functions.choices is not None:
-                found.append(piece.functions.choices(arrays, x, batch, sizes))
-            x, _ = programs[piece.key].forward(arrays, x, batch)
+                found.append(piece.functions.choices(arrays, x, pack.batch, pack.sizes))
+            x, _ = programs[piece.key].forward(arrays, x, pack.batch)
         return found
 
     def backward(
-        self, sizes: PackSizes, batch: PackedBatch, kept: KeptOfPieces, dlogprobs: jax.Array
+        self, pack: PlacedPack, kept: KeptOfPieces, dlogprobs: jax.Array
     ) -> Iterator[SlotGradients]:
-        """The gradients of every slot's factors, piece by piece; takes away what was kept."""
+        """The gradients of the pack's slots, piece by piece; takes away what was kept."""
         dx = dlogprobs
         for piece in reversed(self._pieces):
-            program = self._programs[sizes][piece.key]
-            gradients, dx = program.backward(piece.arrays(self._bank), kept.pop(), batch, dx)
+            arrays = piece.arrays(self._bank, pack.slots)
+            program = self._programs[pack.sizes][piece.key]
+            gradients, dx = program.backward(arrays, kept.pop(), pack.batch, dx)
             yield piece.slot_gradients(gradients)
 
-    def _compiled(self, sizes: PackSizes, batch: PackedBatch) -> dict[Hashable, Program]:
+    def _compiled(self, sizes: PackSizes) -> dict[Hashable, Program]:
         if sizes not in self._programs:
-            self._programs[sizes] = compiled(self._pieces, self._bank, sizes, batch)
+            alike = [its for its in self.sizes if its.tokens == sizes.tokens]
+            self._programs |= compiled(self._pieces, self._bank, alike)
         return self._programs[sizes]

@@ -94,8 +94,8 @@ def with_gradients(
     """Sums so far plus one slot's gradients of some projections; the former are donated.
 
     Args:
-      gradients: of all slots of a rank class, by projection and factor.
-      slot: the number in its class.
+      gradients: of all copies of a rank class's slots, by projection and factor.
+      slot: the number of the copy.
       first: whether these projections have no sums so far, see `unset`.
     """
     stacks = {place.stack: totals[place.stack] for place in map(places.get, gradients)}

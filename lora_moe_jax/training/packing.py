@@ -8,7 +8,7 @@ gradient do not depend on which other adapters are there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ MIN_SEQUENCES = 8
 
 @dataclass(frozen=True)
 class PackSizes:
-    """Static sizes of a batch of `tokens` tokens."""
+    """Static sizes of a batch of `tokens` tokens, with up to `slots` adapters."""
 
     tokens: int
     page_size: int
@@ -42,6 +42,11 @@ class PackSizes:
     def head_chunks(self) -> int:
         """Chunks of `HEAD_ROWS` tokens, none of them with tokens of two adapters."""
         return self.tokens // HEAD_ROWS + min(self.slots, self.sequences)
+
+    def hold(self, rows: Sequence[Row], adapters: int) -> bool:
+        """Whether rows of so many adapters fit."""
+        tokens = _tokens(rows) <= self.tokens
+        return tokens and len(rows) <= self.sequences and adapters <= self.slots
 
 
 class PackedBatch(NamedTuple):
@@ -76,11 +81,7 @@ class Pack:
         return [row for piece in self.pieces.values() for row in piece]
 
     def fits(self, piece: list[Row], sizes: PackSizes) -> bool:
-        return (
-            len(self.pieces) < sizes.slots
-            and _tokens(self.rows) + _tokens(piece) <= sizes.tokens
-            and len(self.rows) + len(piece) <= sizes.sequences
-        )
+        return sizes.hold(self.rows + piece, len(self.pieces) + 1)
 
 
 def packs(rows: Sequence[Row], sizes: PackSizes) -> list[Pack]:
@@ -103,15 +104,13 @@ def packs(rows: Sequence[Row], sizes: PackSizes) -> list[Pack]:
 
 def smallest(pack: Pack, sizes: Sequence[PackSizes]) -> PackSizes:
     """The first of the ascending sizes that holds the pack."""
-    tokens, count = _tokens(pack.rows), len(pack.rows)
-    return next(size for size in sizes if tokens <= size.tokens and count <= size.sequences)
+    return next(size for size in sizes if size.hold(pack.rows, len(pack.pieces)))
 
 
-def packed(pack: Pack, sizes: PackSizes, slots: dict[str, int]) -> PackedBatch:
-    """The arrays of a pack, with the slot of each adapter."""
-    size = sizes.tokens
-    pages = -(-size // sizes.page_size)
-    batch = PackedBatch(
+def padding(sizes: PackSizes) -> PackedBatch:
+    """The arrays of no rows."""
+    size, pages = sizes.tokens, -(-sizes.tokens // sizes.page_size)
+    return PackedBatch(
         tokens=np.zeros(size, np.int32),
         slots=np.full(size, -1, np.int32),
         request=np.full(size, -1, np.int32),
@@ -120,7 +119,12 @@ def packed(pack: Pack, sizes: PackSizes, slots: dict[str, int]) -> PackedBatch:
         page_tables=np.zeros((sizes.sequences, pages), np.int32),
         head_rows=np.full((sizes.head_chunks, HEAD_ROWS), size, np.int32),
     )
-    start = first_page = 0
+
+
+def packed(pack: Pack, sizes: PackSizes, slots: Mapping[str, int]) -> PackedBatch:
+    """The arrays of a pack, with the slot of each adapter."""
+    batch, start, first_page = padding(sizes), 0, 0
+    pages = batch.page_tables.shape[1]
     for request, row in enumerate(pack.rows):
         here = slice(start, start + row.length)
         batch.tokens[here] = row.tokens

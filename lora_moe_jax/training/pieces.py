@@ -7,7 +7,7 @@ as its kinds of layers, and a layer's gradients are done with before the next on
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -22,12 +22,13 @@ from lora_moe_jax.layers.cache import LayerCache
 from lora_moe_jax.layers.logprobs import token_logprobs
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.serving.model_arrays import SlotField
+from lora_moe_jax.training.pack_slots import PackSlots
 from lora_moe_jax.training.packing import PackedBatch, PackSizes
 from pallas_kernels import PageView
 from pallas_kernels.kept import KEPT
 
-# By rank class, projection and factor, as the bank's arrays.
-SlotGradients = dict[int, dict[str, dict[str, jax.Array]]]
+FactorGradients = dict[str, dict[str, jax.Array]]  # by projection and factor, of all copies
+SlotGradients = dict[int, FactorGradients]  # by rank class
 Kept = list[jax.Array | None]  # what the pass back takes from the pass forward
 
 
@@ -94,16 +95,16 @@ class Piece:
         """Shares the functions of a piece with the same key."""
         self.functions = other.functions
 
-    def arrays(self, bank: Bank) -> Arrays:
-        """What the functions take, as it is now."""
-        stacks, indices, slots = [], [], []
+    def arrays(self, bank: Bank, slots: PackSlots) -> Arrays:
+        """What the functions take, as it is now, with copies of a pack's slots."""
+        stacks, indices, ranks = [], [], []
         for field in self.factors + self._others:
             its = bank.classes[field.rank]
             stack, index = its.places[field.projection]
             stacks.append(getattr(its.stacks[stack], field.name))
             indices.append(index)
-            slots.append(its.slots)
-        own = _at(tuple(slots), stacks, np.int32(indices))
+            ranks.append(field.rank)
+        own = _at(tuple(ranks), stacks, np.int32(indices), slots.chosen)
         return Arrays(own[: len(self.factors)], own[len(self.factors) :], self._base)
 
     def slot_gradients(self, values: list[jax.Array]) -> SlotGradients:
@@ -115,9 +116,17 @@ class Piece:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _at(slots: tuple[int, ...], stacks: list[jax.Array], indices: jax.Array) -> list[jax.Array]:
-    """An array of each stack: a copy, which is there for as long as its layer's turn takes."""
-    return [stack[i, :count] for stack, i, count in zip(stacks, indices, slots, strict=True)]
+def _at(
+    ranks: tuple[int, ...],
+    stacks: list[jax.Array],
+    indices: jax.Array,
+    chosen: Mapping[int, jax.Array],
+) -> list[jax.Array]:
+    """Slots of an array of each stack: copies, there for as long as their layer's turn takes."""
+    return [
+        stack.at[i, chosen[rank]].get(mode="promise_in_bounds")
+        for stack, i, rank in zip(stacks, indices, ranks, strict=True)
+    ]
 
 
 def pieces(model: Decoder) -> list[Piece]:

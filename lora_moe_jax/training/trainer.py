@@ -28,6 +28,7 @@ from lora_moe_jax.training.losses import Loss, LossFunction, loss_of
 from lora_moe_jax.training.masters import Masters, Stacks, initial_masters
 from lora_moe_jax.training.model_pass import ModelPass
 from lora_moe_jax.training.optimizer import Optimizer, Stepped, StepSettings, sums
+from lora_moe_jax.training.pack_slots import copy_counts
 from lora_moe_jax.training.packing import PackSizes
 from lora_moe_jax.training.reports import ForwardBackward, StepReport, TrainingInfo
 from lora_moe_jax.training.state import (
@@ -85,10 +86,11 @@ class Trainer:
 
         Args:
           engine: built with a slot for each adapter that is trained at the same time.
-          token_buckets: sizes of the flat batch. Each one in use compiles two functions, once; a
-            batch takes the smallest that holds it, and as many of the largest as it needs. The
-            largest bounds a sequence and the memory. Default: the engine's `max_length`, and four
-            times that.
+          token_buckets: sizes of the flat batch. Each one in use compiles two functions, when it is
+            first used, and for many slots two more for each of a few numbers of adapters; a batch
+            takes the smallest that holds it, and as many of the largest as it needs. The largest
+            bounds a sequence and the memory. Default: the engine's `max_length`, and four times
+            that.
           optimizer: how optax scales gradients, without learning rate, weight decay and clipping.
             Default: `optax.scale_by_adam()`, which makes it AdamW.
 
@@ -107,8 +109,12 @@ class Trainer:
         buckets = buckets_of((length, 4 * length) if token_buckets is None else token_buckets)
         page, slots = engine.options.page_size, engine.options.max_adapters
         self._engine = engine
-        self._sizes = [PackSizes(-(-size // page) * page, page, slots) for size in buckets]
-        self._pass = ModelPass(arrays)
+        sizes = [
+            PackSizes(-(-size // page) * page, page, count)
+            for size in buckets
+            for count in copy_counts(slots)
+        ]
+        self._pass = ModelPass(arrays, sizes)
         self._optimizer = Optimizer(optimizer or optax.scale_by_adam(), engine.options.dtype)
         self._adapters: dict[str, Training] = {}
         self._projections: dict[str, Projection] | None = None
@@ -310,12 +316,12 @@ class Trainer:
             has changed.
         """
         loss, options = loss_of(loss, options)
-        largest = self._sizes[-1]
+        largest = self._pass.sizes[-1]
         rows = checked_rows(batch, self._engine.config.vocab_size, largest.tokens, loss.needs)
         for row in rows:
             self._training(row.adapter, f"batch[{row.place}].adapter")
         names = list(dict.fromkeys(row.adapter for row in rows))
-        run = BatchRun(self._pass, self._sizes, self._in_slots(names), loss, options)
+        run = BatchRun(self._pass, self._in_slots(names), loss, options)
         run.run(rows)
         for name, gradients in run.gradients.items():
             training = self._adapters[name]
@@ -452,8 +458,7 @@ class Trainer:
         found = {}
         for name, slot in zip(names, slots, strict=True):
             training = self._adapters[name]
-            where = slot, *self._engine.bank.locate(slot)
-            found[name] = InTraining(*where, training.masters, training.stacks.places)
+            found[name] = InTraining(slot, training.masters, training.stacks.places)
         return found
 
     def _every_projection(self) -> dict[str, Projection]:

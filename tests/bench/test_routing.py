@@ -16,6 +16,7 @@ from lora_moe_jax.models.build import random_model
 from lora_moe_jax.serving.options import EngineOptions
 from lora_moe_jax.training import Datum, Trainer
 from lora_moe_jax.training.datum import checked_rows
+from lora_moe_jax.training.pack_slots import pack_slots
 from lora_moe_jax.training.packing import PackSizes, packed, packs, places
 from lora_moe_jax.training.pieces import pieces
 from tests.bench.test_serving import small_config
@@ -66,11 +67,12 @@ def test_sampler_and_trainer_choose_the_same_experts(engine, replay, generated):
     sizes = PackSizes(32, 8, 1)
     data = [Datum(request.tokens, "0") for request in requests]
     (pack,) = packs(checked_rows(data, engine.config.vocab_size, 32, ()), sizes)
-    batch = packed(pack, sizes, {"0": 0})
+    slots = pack_slots(engine.bank, {"0": 0}, sizes.slots)
+    batch = packed(pack, sizes, slots.numbers)
     model = engine.arrays.merge(engine.arrays.base, engine.arrays.bank.stacks)
     embedding, layer, _ = pieces(model)
-    x, _ = embedding.functions.forward(embedding.arrays(engine.bank), None, batch, sizes)
-    experts = np.asarray(layer.functions.choices(layer.arrays(engine.bank), x, batch, sizes))
+    x, _ = embedding.functions.forward(embedding.arrays(engine.bank, slots), None, batch, sizes)
+    experts = np.asarray(layer.functions.choices(layer.arrays(engine.bank, slots), x, batch, sizes))
     for mine, place in zip(replay.choices(*generated), places(pack), strict=True):
         assert not rerouted(mine, experts[None, place]).any()
     assert len(np.unique(experts)) > engine.config.moe.top_k
