@@ -80,13 +80,16 @@ class BatchRun:
 
     def _evaluate(self, group: list[Pack]) -> dict[int, np.ndarray]:
         """Adds the group's losses; gives their gradients by each row's logprobs."""
-        found: dict[int, np.ndarray] = {}
+        begun = {}
         for name in dict.fromkeys(name for pack in group for name in pack.pieces):
             rows = [row for pack in group for row in pack.pieces.get(name, [])]
             logprobs = [self.logprobs[row.place] for row in rows]
-            value, gradients = value_and_gradient(self.loss, self.options, rows, logprobs)
+            begun[name] = value_and_gradient(self.loss, self.options, rows, logprobs)
+        found: dict[int, np.ndarray] = {}
+        for name, evaluated in begun.items():
+            value, gradients = evaluated.read()
             self.losses[name] = self.losses.get(name, 0.0) + value
-            found |= {row.place: one for row, one in zip(rows, gradients, strict=True)}
+            found |= {row.place: one for row, one in zip(evaluated.rows, gradients, strict=True)}
         return found
 
     def _backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,27 @@ from lora_moe_jax.training.losses import Loss, LossBatch, LossFunction
 SHORTEST = 16  # tokens: arrays are padded to powers of two, so that few shapes are compiled
 
 
+class Evaluated(NamedTuple):
+    """A loss and its gradient by logprobs, which may still be under way on the device.
+
+    Attributes:
+      value: float32 []. gradient: float32 [D, L] of rows that are padded.
+    """
+
+    rows: list[Row]
+    value: jax.Array
+    gradient: jax.Array
+
+    def read(self) -> tuple[float, list[np.ndarray]]:
+        """The loss, and its gradient by each row's logprobs; waits for both."""
+        own = zip(self.rows, np.asarray(self.gradient)[: len(self.rows)], strict=True)
+        return float(self.value), [one[: row.length - 1] for row, one in own]
+
+
 def value_and_gradient(
     loss: Loss, options: dict[str, np.float32], rows: list[Row], logprobs: list[np.ndarray]
-) -> tuple[float, list[np.ndarray]]:
-    """The loss of an adapter's rows, and its gradient by each row's logprobs.
+) -> Evaluated:
+    """Begins to compute the loss of an adapter's rows, and its gradient by their logprobs.
 
     Raises:
       RequestError: what the loss returns is neither [D, L] nor one number, or rows do not pair up.
@@ -45,27 +63,24 @@ def value_and_gradient(
         inputs={name: stacked([row.inputs[name] for row in rows]) for name in loss.needs},
         options=options,
     )
-    logprobs = stacked(logprobs)
-    _check_shape(loss.function, logprobs, batch)
-    value, gradient = _value_and_gradient(loss.function, logprobs, batch)
-    gradient = np.asarray(gradient)
-    return float(value), [
-        one[: row.length - 1] for row, one in zip(rows, gradient[: len(rows)], strict=True)
-    ]
+    found = _value_and_gradient(loss.function, stacked(logprobs), batch)
+    for array in found:
+        array.copy_to_host_async()
+    return Evaluated(rows, *found)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _value_and_gradient(function: LossFunction, logprobs, batch: LossBatch):
     def total(logprobs):
         loss = function(logprobs, batch)
+        _check_shape(loss, logprobs)
         return loss if loss.ndim == 0 else jnp.sum(jnp.where(batch.mask, loss, 0))
 
     return jax.value_and_grad(total)(logprobs)
 
 
-def _check_shape(function: LossFunction, logprobs: np.ndarray, batch: LossBatch) -> None:
-    found = jax.eval_shape(function, logprobs, batch)
-    array = isinstance(found, jax.ShapeDtypeStruct)
+def _check_shape(found: object, logprobs: jax.Array) -> None:
+    array = isinstance(found, jax.Array)
     if array and found.shape in ((), logprobs.shape) and jnp.issubdtype(found.dtype, jnp.floating):
         return
     raise RequestError(

@@ -395,6 +395,8 @@ class Trainer:
         gradients, training.gradients = training.gradients, None
         stepped = self._optimizer.step(training.masters, training.moments, gradients, settings)
         training.masters, training.moments = stepped.masters, stepped.state
+        stepped.good.copy_to_host_async()
+        stepped.norm.copy_to_host_async()
         return stepped
 
     def _end_step(self, name: str, settings: StepSettings, stepped: Stepped) -> StepReport:

@@ -65,6 +65,7 @@ def test_the_prefix_cache_and_eviction_change_nothing(pair):
 
 
 def test_nothing_compiles_for_another_adapter_or_mix(pair):
+    """All lengths are one of a loss's powers of two, for each of which it is compiled."""
     engine, trainer = pair()
     for i, name in enumerate("ab"):
         add(trainer, engine, name, seed=i)
@@ -74,7 +75,7 @@ def test_nothing_compiles_for_another_adapter_or_mix(pair):
     compilations = engine.stats().compilations
     add(trainer, engine, "c", seed=9)
     for step in range(3):
-        trainer.forward_backward(data([("c", 12), ("a", 31), ("b", 9)], seed=step))
-        trainer.forward_backward(data([("b", 22)], seed=step))
+        trainer.forward_backward(data([("c", 22), ("a", 31), ("b", 19)], seed=step))
+        trainer.forward_backward(data([("b", 24)], seed=step))
         trainer.optim_step(["a", "b", "c"], 0.1 / (step + 1), weight_decay=0.1, clip_norm=1.0)
     assert engine.stats().compilations == compilations

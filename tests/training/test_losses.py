@@ -57,7 +57,7 @@ def by_hand(name: str, rows: list[Row], logprobs: list[np.ndarray]) -> float:
 def test_values_and_gradients(name):
     loss, options = loss_of(name, {})
     rows, logprobs = rows_and_logprobs()
-    value, gradients = value_and_gradient(loss, options, rows, logprobs)
+    value, gradients = value_and_gradient(loss, options, rows, logprobs).read()
     np.testing.assert_allclose(value, by_hand(name, rows, logprobs), rtol=1e-5)
     assert [len(gradient) for gradient in gradients] == [length - 1 for length in LENGTHS]
     if name == "cispo":  # the ratio is a constant in it
@@ -80,15 +80,15 @@ def test_options_and_padding():
     rows, logprobs = rows_and_logprobs()
     wide = value_and_gradient(*loss_of("ppo", {"clip_low": 1, "clip_high": 1e9}), rows, logprobs)
     plain = value_and_gradient(*loss_of("importance_sampling", {}), rows, logprobs)
-    np.testing.assert_allclose(wide[0], plain[0], rtol=1e-6)
+    np.testing.assert_allclose(wide.read()[0], plain.read()[0], rtol=1e-6)
     # A function that gives padding a loss of its own, and one that adds up by itself.
     ones, gradient = value_and_gradient(
         Loss(lambda logprobs, batch: jnp.exp(logprobs)), {}, rows, logprobs
-    )
+    ).read()
     np.testing.assert_allclose(ones, sum(np.exp(x).sum() for x in logprobs), rtol=1e-5)
     np.testing.assert_allclose(gradient[1], np.exp(logprobs[1]), rtol=1e-5)
     scalar = Loss(lambda logprobs, batch: jnp.sum(batch.mask * logprobs**2))
-    value, _ = value_and_gradient(scalar, {}, rows, logprobs)
+    value, _ = value_and_gradient(scalar, {}, rows, logprobs).read()
     np.testing.assert_allclose(value, sum((x**2).sum() for x in logprobs), rtol=1e-5)
 
 
