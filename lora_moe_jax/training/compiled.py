@@ -1,4 +1,4 @@
-"""The pieces of a model for some sizes of batch, compiled side by side."""
+"""The pieces of a model for one size of batch, compiled side by side."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ class Program(NamedTuple):
     backward: Callable
 
 
-def compiled(
-    pieces: Sequence[Piece], bank: Bank, every: Sequence[PackSizes]
-) -> dict[PackSizes, dict[Hashable, Program]]:
-    """The programs of all pieces, by their key, for each of the sizes."""
-    jobs: dict[PackSizes, dict[Hashable, Program]] = {}
+def compiled(pieces: Sequence[Piece], bank: Bank, sizes: PackSizes) -> dict[Hashable, Program]:
+    """The programs of all pieces, by their key."""
+    jobs, x = {}, None
+    batch, slots = padding(sizes), pack_slots(bank, {}, sizes.slots)
     with ThreadPoolExecutor() as kernels, ThreadPoolExecutor() as threads:
 
         def compile_later(function, *arguments):
@@ -34,21 +33,15 @@ def compiled(
             compile_kernels(lowered, kernels)
             return lowered, threads.submit(lowered.compile)
 
-        for sizes in every:
-            x, batch, slots = None, padding(sizes), pack_slots(bank, {}, sizes.slots)
-            own = jobs.setdefault(sizes, {})
-            for piece in pieces:
-                if piece.key in own:
-                    continue
-                arrays = piece.arrays(bank, slots)
-                lowered, forward = compile_later(piece.functions.forward, arrays, x, batch, sizes)
-                x, kept = jax.tree.map(_shape, lowered.out_info)
-                _, backward = compile_later(piece.functions.backward, arrays, kept, batch, sizes, x)
-                own[piece.key] = Program(forward, backward)
-        programs = {
-            sizes: {key: Program(*(job.result() for job in its)) for key, its in own.items()}
-            for sizes, own in jobs.items()
-        }
+        for piece in pieces:
+            if piece.key in jobs:
+                continue
+            arrays = piece.arrays(bank, slots)
+            lowered, forward = compile_later(piece.functions.forward, arrays, x, batch, sizes)
+            x, kept = jax.tree.map(_shape, lowered.out_info)
+            _, backward = compile_later(piece.functions.backward, arrays, kept, batch, sizes, x)
+            jobs[piece.key] = forward, backward
+        programs = {key: Program(*(job.result() for job in both)) for key, both in jobs.items()}
         kernels.shutdown(cancel_futures=True)
     return programs
 

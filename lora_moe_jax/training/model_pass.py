@@ -34,8 +34,7 @@ class ModelPass:
     """Both directions, for every size of batch; compiled when first used.
 
     Attributes:
-      sizes: of batches, ascending. Those of as many tokens are compiled together, so that nothing
-        is when another mix of adapters comes.
+      sizes: of batches, ascending.
     """
 
     def __init__(self, arrays: ModelArrays, sizes: Sequence[PackSizes]):
@@ -85,6 +84,5 @@ class ModelPass:
 
     def _compiled(self, sizes: PackSizes) -> dict[Hashable, Program]:
         if sizes not in self._programs:
-            alike = [its for its in self.sizes if its.tokens == sizes.tokens]
-            self._programs |= compiled(self._pieces, self._bank, alike)
+            self._programs[sizes] = compiled(self._pieces, self._bank, sizes)
         return self._programs[sizes]

@@ -31,7 +31,7 @@ class PackSlots(NamedTuple):
 def copy_counts(slots: int) -> list[int]:
     """Of the slots of a bank, ascending: 2, 8, 32, ... as far as all are many more, and all.
 
-    Functions are compiled for each of them.
+    Few, as functions are compiled for each that is in use.
     """
     counts = [2]
     while 4 * counts[-1] <= slots:

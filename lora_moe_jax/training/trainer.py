@@ -86,11 +86,11 @@ class Trainer:
 
         Args:
           engine: built with a slot for each adapter that is trained at the same time.
-          token_buckets: sizes of the flat batch. Each one in use compiles two functions, when it is
-            first used, and for many slots two more for each of a few numbers of adapters; a batch
-            takes the smallest that holds it, and as many of the largest as it needs. The largest
-            bounds a sequence and the memory. Default: the engine's `max_length`, and four times
-            that.
+          token_buckets: sizes of the flat batch; a batch takes the smallest that holds it, and as
+            many of the largest as it needs. Each one in use compiles two functions for each layer
+            that is of its own kind, once; if the engine has 8 slots or more, once for up to 2
+            adapters in it, once for up to 8, and so on. The largest bounds a sequence and the
+            memory. Default: the engine's `max_length`, and four times that.
           optimizer: how optax scales gradients, without learning rate, weight decay and clipping.
             Default: `optax.scale_by_adam()`, which makes it AdamW.
 
