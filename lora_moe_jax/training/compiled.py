@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
 import jax
@@ -22,9 +22,12 @@ class Program(NamedTuple):
     backward: Callable
 
 
-def compiled(pieces: Sequence[Piece], bank: Bank, sizes: PackSizes) -> dict[Hashable, Program]:
-    """The programs of all pieces, by their key."""
-    jobs, x = {}, None
+def compiled(
+    pieces: Sequence[Piece], bank: Bank, sizes: PackSizes, progress: Callable[[int, int], None]
+) -> dict[Hashable, Program]:
+    """The programs of all pieces, by their key; calls `progress` with how many are done, of all."""
+    jobs: dict[Hashable, Program] = {}
+    x = None
     batch, slots = padding(sizes), pack_slots(bank, {}, sizes.slots)
     with ThreadPoolExecutor() as kernels, ThreadPoolExecutor() as threads:
 
@@ -40,10 +43,13 @@ def compiled(pieces: Sequence[Piece], bank: Bank, sizes: PackSizes) -> dict[Hash
             lowered, forward = compile_later(piece.functions.forward, arrays, x, batch, sizes)
             x, kept = jax.tree.map(_shape, lowered.out_info)
             _, backward = compile_later(piece.functions.backward, arrays, kept, batch, sizes, x)
-            jobs[piece.key] = forward, backward
-        programs = {key: Program(*(job.result() for job in both)) for key, both in jobs.items()}
+            jobs[piece.key] = Program(forward, backward)
+        running = [job for both in jobs.values() for job in both]
+        for done, job in enumerate(as_completed(running)):
+            job.result()  # raises at once what one of them has raised
+            progress(done + 1, len(running))
         kernels.shutdown(cancel_futures=True)
-    return programs
+    return {key: Program(*(job.result() for job in both)) for key, both in jobs.items()}
 
 
 def _shape(info) -> jax.ShapeDtypeStruct:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 
 from lora_moe_jax.serving.model_arrays import ModelArrays
+from lora_moe_jax.serving.progress import progress_bar
 from lora_moe_jax.training.compiled import Program, compiled
 from lora_moe_jax.training.pack_slots import PackSlots, pack_slots
 from lora_moe_jax.training.packing import Pack, PackedBatch, PackSizes, packed, smallest
@@ -33,12 +34,15 @@ class PlacedPack(NamedTuple):
 class ModelPass:
     """Both directions, for every size of batch; compiled when first used.
 
+    Args:
+      progress: show a bar on stderr while functions are compiled.
+
     Attributes:
       sizes: of batches, ascending.
     """
 
-    def __init__(self, arrays: ModelArrays, sizes: Sequence[PackSizes]):
-        self.sizes, self._bank = sizes, arrays.bank
+    def __init__(self, arrays: ModelArrays, sizes: Sequence[PackSizes], progress: bool):
+        self.sizes, self._bank, self._progress = sizes, arrays.bank, progress
         self._pieces = pieces(arrays.on_base())
         self._programs: dict[PackSizes, dict[Hashable, Program]] = {}
 
@@ -84,5 +88,7 @@ class ModelPass:
 
     def _compiled(self, sizes: PackSizes) -> dict[Hashable, Program]:
         if sizes not in self._programs:
-            self._programs[sizes] = compiled(self._pieces, self._bank, sizes)
+            title = f"compiling for {sizes.tokens} tokens"
+            with progress_bar(title, shown=self._progress) as bar:
+                self._programs[sizes] = compiled(self._pieces, self._bank, sizes, bar.update)
         return self._programs[sizes]

@@ -81,6 +81,7 @@ class Trainer:
         *,
         token_buckets: Sequence[int] | None = None,
         optimizer: optax.GradientTransformation | None = None,
+        progress: bool = False,
     ):
         """Allocates nothing, compiles nothing.
 
@@ -93,6 +94,7 @@ class Trainer:
             memory. Default: the engine's `max_length`, and four times that.
           optimizer: how optax scales gradients, without learning rate, weight decay and clipping.
             Default: `optax.scale_by_adam()`, which makes it AdamW.
+          progress: show a bar on stderr while functions are compiled.
 
         Raises:
           ConfigError: the engine has no slots or is split over devices, or a size is out of range.
@@ -114,7 +116,7 @@ class Trainer:
             for size in buckets
             for count in copy_counts(slots)
         ]
-        self._pass = ModelPass(arrays, sizes)
+        self._pass = ModelPass(arrays, sizes, progress)
         self._optimizer = Optimizer(optimizer or optax.scale_by_adam(), engine.options.dtype)
         self._adapters: dict[str, Training] = {}
         self._projections: dict[str, Projection] | None = None
@@ -246,6 +248,7 @@ class Trainer:
         *,
         token_buckets: Sequence[int] | None = None,
         optimizer: optax.GradientTransformation | None = None,
+        progress: bool = False,
     ) -> tuple[Trainer, dict[str, object]]:
         """A trainer as the newest whole state of a folder has it, and the `extra` of that.
 
@@ -254,14 +257,15 @@ class Trainer:
 
         Args:
           folder: what `save` was given.
-          token_buckets, optimizer: as for `Trainer`. The optimizer is the one that was saved.
+          token_buckets, optimizer, progress: as for `Trainer`. The optimizer is the one that was
+            saved.
 
         Raises:
           CheckpointError: there is no whole state, or it does not fit the engine or the optimizer.
           AdapterError: the engine has an adapter of the same name, or finds no slot.
           ConfigError: as for `Trainer`. In every case the engine is as it was.
         """
-        trainer = cls(engine, token_buckets=token_buckets, optimizer=optimizer)
+        trainer = cls(engine, token_buckets=token_buckets, optimizer=optimizer, progress=progress)
         saved = SavedState(folder)
         saved.check_model(engine.config)
         stacks, likes = {}, {}

@@ -59,7 +59,7 @@ def test_what_no_adapter_needs_is_a_slot_of_the_bank():
     assert found.numbers == {"a": 2}
 
 
-def test_a_pack_of_few_slots_of_many(tmp_path):
+def test_a_pack_of_few_slots_of_many(tmp_path, capsys):
     """An adapter's bits are those of serving, alone and among more adapters than fit into the few
     copies. Nothing compiles for another mix once there are functions for as many copies."""
     config = small_config(tmp_path)
@@ -77,7 +77,7 @@ def test_a_pack_of_few_slots_of_many(tmp_path):
     )
     model = random_model(config, dtype="float32", adapters=SlotConfig(8, 4, "float32"))
     engine = Engine.from_model(model, None, options)
-    trainer = Trainer(engine, token_buckets=[64])
+    trainer = Trainer(engine, token_buckets=[64], progress=True)
     for number in range(5):
         add(trainer, engine, str(number), seed=number)
     own = data([("3", 12), ("3", 9)])
@@ -89,6 +89,7 @@ def test_a_pack_of_few_slots_of_many(tmp_path):
     assert same(mixed.logprobs[2:4], alone.logprobs)
     assert same(gradients(trainer, "3"), bits) and any(part.any() for part in bits)
     assert [sizes.slots for sizes in trainer._pass._programs] == [2, 8]
+    assert capsys.readouterr().err.count("compiling for 64 tokens") == 2
     for name in "0124":
         gradients(trainer, name)
     compilations = engine.stats().compilations
