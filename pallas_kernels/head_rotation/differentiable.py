@@ -1,4 +1,8 @@
-"""`rotate_and_cache` of any backend with the gradient of the plain one."""
+"""`rotate_and_cache` and its gradients, over any backend.
+
+A backend is a module (`xla`, `triton`) with two functions, neither differentiable by itself:
+`rotate_and_cache`, and `head_gradients`, the gradient of the heads from those of its results.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +32,15 @@ def _forward(backend, eps, *arguments):
 def _backward(backend, eps, arguments, gradients):
     heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view = arguments
 
-    def plain(heads, q_weight, k_weight, k_pages, v_pages):
+    def plain(q_weight, k_weight, k_pages, v_pages):
         return xla.rotate_and_cache(
             heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps
         )
 
-    _, pullback = jax.vjp(plain, heads, q_weight, k_weight, k_pages, v_pages)
-    dheads, dq_weight, dk_weight, dk_pages, dv_pages = pullback(gradients)
+    # `jit` drops what nobody asks for, of this as a rule all.
+    _, pullback = jax.vjp(plain, q_weight, k_weight, k_pages, v_pages)
+    dq_weight, dk_weight, dk_pages, dv_pages = pullback(gradients)
+    dheads = backend.head_gradients(heads, q_weight, k_weight, cos, sin, *gradients, view, eps)
     return dheads, dq_weight, dk_weight, None, None, dk_pages, dv_pages, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -15,6 +16,15 @@ def rotate_and_cache(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view
     q = rotate(rms_norm(q, q_weight, eps), cos, sin)
     k = rotate(rms_norm(k, k_weight, eps), cos, sin)
     return q, write_pages(k_pages, k, view), write_pages(v_pages, v, view)
+
+
+def head_gradients(heads, q_weight, k_weight, cos, sin, dq, dk_pages, dv_pages, view, eps):
+    def of_heads(heads):
+        pages = map(jnp.zeros_like, (dk_pages, dv_pages))
+        return rotate_and_cache(heads, q_weight, k_weight, cos, sin, *pages, view, eps)
+
+    (dheads,) = jax.vjp(of_heads, heads)[1]((dq, dk_pages, dv_pages))
+    return dheads
 
 
 def rotate(x, cos, sin):

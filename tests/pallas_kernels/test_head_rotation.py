@@ -95,3 +95,49 @@ def test_refusals_name_the_shapes():
         rotate_and_cache(*case, eps=EPS, implementation="triton")
     with pytest.raises(NotImplementedError, match="'cuda' is not one of"):
         rotate_and_cache(*case, eps=EPS, implementation="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(8, 2, 16), (6, 3, 64), (1, 1, 128)])
+def test_gradients_of_heads(sizes, dtype):
+    """Those of plain operations, in float32; of a padding token the query's alone."""
+    *arrays, k_pages, v_pages, view = arguments(*sizes, dtype)
+    heads, q_weight, k_weight, cos, sin = arrays
+    rng = np.random.default_rng(1)
+    shapes = (len(TOKENS), sizes[0], sizes[2]), k_pages.shape, v_pages.shape
+    gradients = tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+    def pulled(implementation):
+        def of_heads(heads):
+            return run(implementation)(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view)
+
+        return np.asarray(jax.vjp(of_heads, heads)[1](gradients)[0], np.float32)
+
+    def definition(heads):
+        wide = [jnp.asarray(array, jnp.float32) for array in (q_weight, k_weight)]
+        kv_heads, half = k_pages.shape[2], sizes[2] // 2
+        q, k, v = jnp.split(heads, [sizes[0], sizes[0] + kv_heads], axis=1)
+
+        def rotated(x, weight):
+            x = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + EPS) * weight
+            one, other = x[..., :half], x[..., half:]
+            c, s = cos[:, None], sin[:, None]
+            return jnp.concatenate([one * c - other * s, other * c + one * s], axis=-1)
+
+        return rotated(q, wide[0]), rotated(k, wide[1]), v
+
+    def of_token(pages, token):
+        request, position = TOKENS[token]
+        if request < 0 or position // PAGE >= 3:
+            return np.zeros(pages.shape[2:], np.float32)
+        page = int(view.page_tables[request, position // PAGE])
+        return np.asarray(pages[page, position % PAGE], np.float32)
+
+    dq, *pages = gradients
+    dk, dv = (jnp.stack([of_token(its, t) for t in range(len(TOKENS))]) for its in pages)
+    _, pullback = jax.vjp(definition, heads.astype(jnp.float32))
+    (wanted,) = pullback((dq.astype(jnp.float32), dk, dv))
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    for implementation in ("xla", "triton"):
+        found = pulled(implementation)
+        np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
