@@ -1,4 +1,12 @@
-"""The row reductions of any backend with their gradients, which need no kernels of their own."""
+"""The row reductions of any backend with their gradients.
+
+A backend is a module (`xla`, `triton`) with `row_sum`, `rms_norm`, `add_norm`, `log_sum_exp`, and
+
+    norm_gradient(x, weight, dy, eps, more=None)
+        The gradient of x [rows, features] from that of it normed, in x's dtype; plus more.
+
+None of them is differentiable by itself.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +46,15 @@ def _rms_norm_forward(backend, eps, x, weight):
 
 
 def _rms_norm_backward(backend, eps, saved, dy):
-    return _norm_gradients(backend, eps, *saved, dy)
+    dx = backend.norm_gradient(*saved, dy, eps)
+    return dx, _weight_gradient(backend, eps, *saved, dy)
 
 
-def _norm_gradients(backend, eps, x, weight, dy):
-    wide, features = x.astype(jnp.float32), x.shape[1]
-    inverse = lax.rsqrt(backend.row_sum(wide * wide) / features + eps)
-    normed = wide * inverse
-    dnormed = (dy * weight).astype(jnp.float32)
-    dx = inverse * (dnormed - normed * (backend.row_sum(dnormed * normed) / features))
-    dweight = jnp.sum(dy.astype(jnp.float32) * normed, axis=0)
-    return dx.astype(x.dtype), dweight.astype(weight.dtype)
+def _weight_gradient(backend, eps, x, weight, dy):
+    wide = x.astype(jnp.float32)
+    inverse = lax.rsqrt(backend.row_sum(wide * wide) / x.shape[1] + eps)
+    dweight = jnp.sum(dy.astype(jnp.float32) * (wide * inverse), axis=0)
+    return dweight.astype(weight.dtype)
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
@@ -67,9 +73,8 @@ def _add_norm_forward(backend, eps, x, more, weight):
 
 def _add_norm_backward(backend, eps, saved, gradients):
     dtotal, dnormed = gradients
-    dx, dweight = _norm_gradients(backend, eps, *saved, dnormed)
-    dx = dtotal + dx
-    return dx, dx, dweight
+    dx = backend.norm_gradient(*saved, dnormed, eps, dtotal)
+    return dx, dx, _weight_gradient(backend, eps, *saved, dnormed)
 
 
 add_norm.defvjp(_add_norm_forward, _add_norm_backward)

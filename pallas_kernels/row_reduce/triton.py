@@ -18,31 +18,19 @@ WIDEST = 8192  # features that a program has at once
 BLOCK = 2048  # values of a program, where rows are short: several share it
 
 
-@jax.custom_vjp
 def row_sum(x):
     return _call("row_sum", _row_sum_kernel, [(x.shape[0], 1)], [x])[0]
 
 
-row_sum.defvjp(lambda x: (row_sum(x), x.shape), lambda shape, dy: (jnp.broadcast_to(dy, shape),))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x, weight, eps):
     kernel = functools.partial(_rms_norm_kernel, eps)
     return _call("rms_norm", kernel, [x.shape], [x], weight)[0]
 
 
-def _rms_norm_backward(eps, saved, dy):
-    x, weight = (array.astype(jnp.float32) for array in saved)
-    dy = dy.astype(jnp.float32)
-    inverse = lax.rsqrt(row_sum(x * x) / x.shape[1] + eps)
-    dnormed = dy * weight
-    dx = inverse * (dnormed - x * (inverse * inverse / x.shape[1]) * row_sum(dnormed * x))
-    dweight = (dy * x * inverse).sum(0)
-    return tuple(d.astype(array.dtype) for d, array in zip((dx, dweight), saved, strict=True))
-
-
-rms_norm.defvjp(lambda x, weight, eps: (rms_norm(x, weight, eps), (x, weight)), _rms_norm_backward)
+def norm_gradient(x, weight, dy, eps, more=None):
+    kernel = functools.partial(_norm_gradient_kernel, eps)
+    rows = [x, dy] if more is None else [x, dy, more]
+    return _call("norm_gradient", kernel, [x.shape], rows, weight)[0]
 
 
 def add_norm(x, more, weight, eps):
@@ -50,19 +38,8 @@ def add_norm(x, more, weight, eps):
     return tuple(_call("add_norm", kernel, [x.shape, x.shape], [x, more], weight))
 
 
-@jax.custom_vjp
 def log_sum_exp(x):
     return _call("log_sum_exp", _log_sum_exp_kernel, [(x.shape[0], 1)], [x])[0][:, 0]
-
-
-def _log_sum_exp_forward(x):
-    y = log_sum_exp(x)
-    return y, (x, y)
-
-
-log_sum_exp.defvjp(
-    _log_sum_exp_forward, lambda saved, dy: (dy[:, None] * jnp.exp(saved[0] - saved[1][:, None]),)
-)
 
 
 def _row_sum_kernel(tile, x, out):
@@ -104,6 +81,34 @@ def _normalise(eps, tile, load, weight, out):
         tile.store(out, i, part * tile.load_features(weight, i))
 
     tile.loop(normalise, None)
+
+
+def _norm_gradient_kernel(eps, tile, x, dy, *rest):
+    *more, weight, out = rest
+
+    def load(i):
+        dnormed = tile.load(dy, i, 0) * tile.load_features(weight, i)
+        return tile.load(x, i, 0).astype(jnp.float32), dnormed.astype(jnp.float32)
+
+    def add(i, totals):
+        part, dnormed = load(i)
+        squares, along = totals
+        return squares + part * part, along + dnormed * part
+
+    totals = tile.loop(add, (tile.full(0), tile.full(0)))
+    squares, along = (total.sum(axis=1, keepdims=True) / tile.features for total in totals)
+    inverse = lax.rsqrt(squares + eps)
+
+    def store(i, _):
+        part, dnormed = load(i)
+        dx = (inverse * (dnormed - part * (inverse * inverse * along))).astype(out.dtype)
+        for its in more:
+            dx = (dx.astype(jnp.float32) + tile.load(its, i, 0).astype(jnp.float32)).astype(
+                dx.dtype
+            )
+        tile.store(out, i, dx)
+
+    tile.loop(store, None)
 
 
 def _log_sum_exp_kernel(tile, x, out):

@@ -20,6 +20,16 @@ def rms_norm(x, weight, eps):
     return (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype) * weight
 
 
+def norm_gradient(x, weight, dy, eps, more=None):
+    wide, features = x.astype(jnp.float32), x.shape[1]
+    inverse = lax.rsqrt(row_sum(wide * wide) / features + eps)
+    normed = wide * inverse
+    dnormed = (dy * weight).astype(jnp.float32)
+    dx = inverse * (dnormed - normed * (row_sum(dnormed * normed) / features))
+    dx = dx.astype(x.dtype)
+    return dx if more is None else more + dx
+
+
 def add_norm(x, more, weight, eps):
     total = x + more
     return total, rms_norm(total, weight, eps)

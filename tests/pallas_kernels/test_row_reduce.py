@@ -137,3 +137,31 @@ def test_gradients_are_those_of_the_definition(implementation):
     found, expected = jax.vjp(norm, x, weight)[1](dy), jax.vjp(plain_norm, x, weight)[1](dy)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("features", [96, 20000])
+def test_gradients_of_a_norm(implementation, dtype, features):
+    """Those of the definition in float32; a row has the same bits in another place."""
+    x, dy, dtotal = (normal(9, features, seed=seed, dtype=dtype) for seed in range(3))
+    weight = normal(features, seed=3, dtype=dtype)
+
+    def gradient(rows):
+        def both(x):
+            named = dict(implementation=implementation)
+            return add_norm(x, jnp.zeros_like(x), weight, 1e-6, **named)
+
+        return jax.jit(lambda x, *d: jax.vjp(both, x)[1](d)[0])(x[rows], dtotal[rows], dy[rows])
+
+    def definition(x):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * np.float32(weight)
+
+    found = np.asarray(gradient(np.arange(9)))
+    (expected,) = jax.vjp(definition, np.float32(x))[1](np.float32(dy))
+    tolerance = 1e-4 if dtype == "float32" else 3e-2
+    np.testing.assert_allclose(
+        np.float32(found), expected + np.float32(dtotal), rtol=tolerance, atol=tolerance
+    )
+    moved = np.roll(np.arange(9), 4)
+    np.testing.assert_array_equal(gradient(moved), found[moved])
