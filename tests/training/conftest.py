@@ -7,8 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from lora_moe_jax import Engine
+from lora_moe_jax.layers.build import SlotConfig
+from lora_moe_jax.models.build import random_model
+from lora_moe_jax.serving.options import EngineOptions
 from lora_moe_jax.training import Trainer
 from tests.adapters.tables import GOLDEN
+from tests.bench.test_serving import small_config
 
 ENGINE = {
     "max_adapters": 4,
@@ -18,12 +22,26 @@ ENGINE = {
     "token_buckets": (64,),
     "max_logprobs": 0,
 }
+SMALL = {"max_adapters": 8, "page_size": 16}
 BUCKETS = (192,)  # one, as most of the time goes into compiling
 
 
 @pytest.fixture(scope="session")
 def trainers() -> dict[tuple[str, str, bool], tuple[Engine, Trainer]]:
     return {}
+
+
+@pytest.fixture(scope="session")
+def small_pair(tmp_path_factory) -> tuple[Engine, Trainer]:
+    """Of a model of one layer, with slots for more adapters than a pack has copies of."""
+    config = small_config(tmp_path_factory.mktemp("small"))
+    options = EngineOptions.resolve(
+        config, dtype="float32", **ENGINE | SMALL, prefill_chunk=None, decode_steps=1
+    )
+    slots = SlotConfig(SMALL["max_adapters"], ENGINE["max_rank"], "float32")
+    model = random_model(config, dtype="float32", adapters=slots)
+    engine = Engine.from_model(model, None, options)
+    return engine, Trainer(engine, token_buckets=BUCKETS, progress=True)
 
 
 @pytest.fixture

@@ -13,15 +13,14 @@ from lora_moe_jax.bench.serving_work import ModelSizes
 from lora_moe_jax.cli import main
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model
-from tests.adapters.tables import GOLDEN
-from tests.training.conftest import ENGINE
+from tests.bench.test_serving import small_config
 
 
 @pytest.fixture
-def command(pair, monkeypatch, tmp_path):
+def command(small_pair, monkeypatch, tmp_path):
     """`command(name, sizes)`: runs it, and gives the rows that it wrote."""
-    engine, shared = pair()
-    model = abstract_model(engine.config, adapters=SlotConfig(ENGINE["max_adapters"], 4))
+    engine, shared = small_pair
+    model = abstract_model(small_config(tmp_path), adapters=SlotConfig(2, 4))
     monkeypatch.setattr(trainer, "_engine", lambda *_: (engine, ModelSizes.of(model)))
     monkeypatch.setattr(mismatch, "_engine", lambda *_: engine)
     monkeypatch.setattr(trainer, "UPDATES", 3)
@@ -30,13 +29,16 @@ def command(pair, monkeypatch, tmp_path):
 
     def run(name: str, sizes: str):
         file = tmp_path / f"{name}.json"
-        options = f"--model {GOLDEN}/deepseek_v3/base --dtype float32 --rank 4 --json {file}"
+        options = f"--model {tmp_path} --dtype float32 --rank 4 --json {file}"
         assert main(["bench", name, *options.split(), *sizes.split()]) == 0
         (rows,) = read_report(file).sections.values()
         assert main(["bench", "show", str(file)]) == 0
         return rows
 
-    return run
+    yield run
+    for info in shared.adapters():
+        shared.remove_adapter(info.name)
+        engine.unload_adapter(info.name)
 
 
 @pytest.mark.slow

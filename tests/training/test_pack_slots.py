@@ -6,15 +6,10 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from lora_moe_jax import Engine, Trainer
 from lora_moe_jax.adapters.bank import Bank
-from lora_moe_jax.layers.build import SlotConfig
-from lora_moe_jax.models.build import random_model
-from lora_moe_jax.serving.options import EngineOptions
 from lora_moe_jax.training.pack_slots import copy_counts, pack_slots
 from lora_moe_jax.training.packing import Pack, PackSizes, smallest
 from tests.adapters.test_slot_writer import SLOTS, bank
-from tests.bench.test_serving import small_config
 from tests.training.helpers import add, data, gradients, same, scores
 
 RANKS = 2, 4, 8
@@ -59,25 +54,10 @@ def test_what_no_adapter_needs_is_a_slot_of_the_bank():
     assert found.numbers == {"a": 2}
 
 
-def test_a_pack_of_few_slots_of_many(tmp_path, capsys):
+def test_a_pack_of_few_slots_of_many(small_pair):
     """An adapter's bits are those of serving, alone and among more adapters than fit into the few
     copies. Nothing compiles for another mix once there are functions for as many copies."""
-    config = small_config(tmp_path)
-    options = EngineOptions.resolve(
-        config,
-        dtype="float32",
-        max_adapters=8,
-        max_rank=4,
-        max_requests=2,
-        max_length=24,
-        page_size=8,
-        token_buckets=[24],
-        prefill_chunk=None,
-        decode_steps=1,
-    )
-    model = random_model(config, dtype="float32", adapters=SlotConfig(8, 4, "float32"))
-    engine = Engine.from_model(model, None, options)
-    trainer = Trainer(engine, token_buckets=[64], progress=True)
+    engine, trainer = small_pair
     for number in range(5):
         add(trainer, engine, str(number), seed=number)
     own = data([("3", 12), ("3", 9)])
@@ -89,10 +69,12 @@ def test_a_pack_of_few_slots_of_many(tmp_path, capsys):
     assert same(mixed.logprobs[2:4], alone.logprobs)
     assert same(gradients(trainer, "3"), bits) and any(part.any() for part in bits)
     assert [sizes.slots for sizes in trainer._pass._programs] == [2, 8]
-    assert capsys.readouterr().err.count("compiling for 64 tokens") == 2
     for name in "0124":
         gradients(trainer, name)
     compilations = engine.stats().compilations
     trainer.forward_backward(data([(name, 6) for name in "410"], seed=2))
     trainer.forward_backward(data([("2", 13)], seed=3))
     assert engine.stats().compilations == compilations
+    for info in trainer.adapters():
+        trainer.remove_adapter(info.name)
+        engine.unload_adapter(info.name)
