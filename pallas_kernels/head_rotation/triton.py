@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,19 @@ def head_gradients(heads, q_weight, k_weight, cos, sin, dq, dk_pages, dv_pages, 
     return call(heads, *weights, cos, sin, *view, dq, dk_pages, dv_pages)
 
 
+class _Inputs(NamedTuple):
+    """References that both kernels begin with, see `rotate_and_cache`."""
+
+    heads: jax.Array
+    q_weight: jax.Array
+    k_weight: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    request: jax.Array
+    positions: jax.Array
+    page_tables: jax.Array
+
+
 class _Token:
     """What both kernels need to know of a program's token.
 
@@ -52,12 +66,13 @@ class _Token:
       place: its page and its place there; any where `valid` says that it is not cached.
     """
 
-    def __init__(self, cos, sin, request, positions, page_tables, pages):
+    def __init__(self, inputs: _Inputs, pages):
         self.number = token = pl.program_id(0)
         page_size, _, width = pages.shape[1:]
         self.halves = [pl.ds(start, width // 2) for start in (0, width // 2)]
-        self.cosines, self.sines = cos[token][None], sin[token][None]
-        of, position = request[token], positions[token]
+        self.cosines, self.sines = inputs.cos[token][None], inputs.sin[token][None]
+        of, position = inputs.request[token], inputs.positions[token]
+        page_tables = inputs.page_tables
         column = position // page_size
         self.valid = (of >= 0) & (column < page_tables.shape[1])
         # Where there is none, some page.
@@ -95,25 +110,17 @@ def _blocks(first, count):
     return [pl.ds(first + start, size) for start in range(0, count, size)]
 
 
-def _kernel(
-    q_heads,
-    eps,
-    heads,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    request,
-    positions,
-    page_tables,
-    _old_keys,
-    _old_values,
-    q,
-    k_pages,
-    v_pages,
-):
-    token = _Token(cos, sin, request, positions, page_tables, k_pages)
-    kv_heads = k_pages.shape[2]
+def _kv_blocks(q_heads, kv_heads):
+    """Of key/value heads, and where in a token's heads their keys and their values are."""
+    for block in _blocks(0, kv_heads):
+        starts = (block.start + first for first in (q_heads, q_heads + kv_heads))
+        yield block, *(pl.ds(start, block.size) for start in starts)
+
+
+def _kernel(q_heads, eps, *refs):
+    inputs = _Inputs(*refs[: len(_Inputs._fields)])
+    _, _, q, k_pages, v_pages = refs[len(inputs) :]
+    token, heads = _Token(inputs, k_pages), inputs.heads
 
     def rotated(block, weight):
         normed, _ = token.normed(heads, block, eps)
@@ -127,33 +134,17 @@ def _kernel(
         )
 
     for block in _blocks(0, q_heads):
-        token.store(q, block, rotated(block, q_weight))
+        token.store(q, block, rotated(block, inputs.q_weight))
     mask = jnp.full((1, 1), token.valid)
-    for block in _blocks(0, kv_heads):
-        keys, values = (
-            pl.ds(block.start + first, block.size) for first in (q_heads, q_heads + kv_heads)
-        )
-        token.store(k_pages, block, rotated(keys, k_weight), token.place, mask)
+    for block, keys, values in _kv_blocks(q_heads, k_pages.shape[2]):
+        token.store(k_pages, block, rotated(keys, inputs.k_weight), token.place, mask)
         token.store(v_pages, block, token.load(heads, values), token.place, mask)
 
 
-def _gradient_kernel(
-    eps,
-    heads,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    request,
-    positions,
-    page_tables,
-    dq,
-    dk_pages,
-    dv_pages,
-    dheads,
-):
-    token = _Token(cos, sin, request, positions, page_tables, dk_pages)
-    q_heads, kv_heads = dq.shape[1], dk_pages.shape[2]
+def _gradient_kernel(eps, *refs):
+    inputs = _Inputs(*refs[: len(_Inputs._fields)])
+    dq, dk_pages, dv_pages, dheads = refs[len(inputs) :]
+    token, heads, q_heads = _Token(inputs, dk_pages), inputs.heads, dq.shape[1]
 
     def unrotated(block, weight, gradients):
         """The gradient of heads from that of what they became, rounded where a step's result is."""
@@ -171,14 +162,11 @@ def _gradient_kernel(
         return [inverse * (its - half * along) for its, half in zip(dnormed, normed, strict=True)]
 
     for block in _blocks(0, q_heads):
-        token.store(dheads, block, unrotated(block, q_weight, token.load(dq, block)))
-    for block in _blocks(0, kv_heads):
-        keys, values = (
-            pl.ds(block.start + first, block.size) for first in (q_heads, q_heads + kv_heads)
-        )
+        token.store(dheads, block, unrotated(block, inputs.q_weight, token.load(dq, block)))
+    for block, keys, values in _kv_blocks(q_heads, dk_pages.shape[2]):
         dk, dv = (
             [jnp.where(token.valid, half, 0) for half in token.load(pages, block, token.place)]
             for pages in (dk_pages, dv_pages)
         )
-        token.store(dheads, keys, unrotated(keys, k_weight, dk))
+        token.store(dheads, keys, unrotated(keys, inputs.k_weight, dk))
         token.store(dheads, values, dv)
