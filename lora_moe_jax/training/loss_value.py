@@ -72,17 +72,17 @@ def value_and_gradient(
 @functools.partial(jax.jit, static_argnums=0)
 def _value_and_gradient(function: LossFunction, logprobs, batch: LossBatch):
     def total(logprobs):
-        loss = function(logprobs, batch)
-        _check_shape(loss, logprobs)
+        loss = _checked(function(logprobs, batch), logprobs)
         return loss if loss.ndim == 0 else jnp.sum(jnp.where(batch.mask, loss, 0))
 
     return jax.value_and_grad(total)(logprobs)
 
 
-def _check_shape(found: object, logprobs: jax.Array) -> None:
-    array = isinstance(found, jax.Array)
+def _checked(found: object, logprobs: jax.Array) -> jax.Array:
+    array = isinstance(found, jax.Array | np.ndarray | np.generic | float)
+    found = jnp.asarray(found) if array else found
     if array and found.shape in ((), logprobs.shape) and jnp.issubdtype(found.dtype, jnp.floating):
-        return
+        return found
     raise RequestError(
         "the loss has a wrong shape",
         key="loss",

@@ -90,6 +90,8 @@ def test_options_and_padding():
     scalar = Loss(lambda logprobs, batch: jnp.sum(batch.mask * logprobs**2))
     value, _ = value_and_gradient(scalar, {}, rows, logprobs).read()
     np.testing.assert_allclose(value, sum((x**2).sum() for x in logprobs), rtol=1e-5)
+    value, gradient = value_and_gradient(Loss(lambda *_: 0.5), {}, rows, logprobs).read()
+    assert value == 0.5 and not any(part.any() for part in gradient)
 
 
 @pytest.mark.parametrize(
