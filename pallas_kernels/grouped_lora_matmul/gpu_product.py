@@ -345,18 +345,19 @@ class _Kernel:
     def compute_tile(self, tile: Tile, step, warpgroup):
         multiply = functools.partial(self.multiply, tile, warpgroup)
         sums, step = for_height(self.schedule.heights, tile.rows, multiply, step)
-        adapted = self.feed.adapted_rows(tile) if self.layout.terms else 0
+        if self.layout.terms:
+            adapted = self.feed.adapted_rows(tile)
+            # Out of the way of tiles of one adapter, or none: their code follows itself.
+            add = functools.partial(self.add_runs, tile, warpgroup, adapted)
+            sums, step = lax.cond(adapted > 0, add, lambda *carry: carry, sums, step)
         for number, chunk in enumerate(self.layout.chunks):
-            first = chunk[0]
             part = tuple(tuple(total[piece.number] for piece in chunk) for total in sums)
-            if self.layout.terms:
-                add = functools.partial(self.add_low_rank, tile, chunk, warpgroup)
-                part, step = self.feed.walk_runs(tile, adapted, first.start, add, (part, step))
             store = functools.partial(self.store, tile, warpgroup, number, chunk, part)
-            if first.start < self.schedule.heights[0]:
+            if number == 0:
                 store()
             else:
-                pl.when(tile.rows > first.start)(store)
+                pl.when(tile.rows > chunk[0].start)(store)
+        self.store_rest(tile, warpgroup)
         return step
 
     def multiply(self, tile, warpgroup, height, step):
@@ -442,6 +443,17 @@ class _Kernel:
         sets = self.layout.sets()
         return sum(self.layout.steps_of(its, tile.feature, slot) for its in sets)
 
+    def add_runs(self, tile, warpgroup, adapted, sums, step):
+        """Adds u·B of each run in the tile's rows up to `adapted`."""
+        parts = []
+        for chunk in self.layout.chunks:
+            part = tuple(tuple(total[piece.number] for piece in chunk) for total in sums)
+            add = functools.partial(self.add_low_rank, tile, chunk, warpgroup)
+            part, step = self.feed.walk_runs(tile, adapted, chunk[0].start, add, (part, step))
+            parts.append(part)
+        # Pieces are numbered chunk after chunk.
+        return tuple(sum(its, ()) for its in zip(*parts, strict=True)), step
+
     def add_low_rank(self, tile, chunk, warpgroup, slot, first, stop, carry):
         """Adds u·B to the rows [first, stop) of a chunk."""
         s, layout = self.schedule, self.layout
@@ -456,18 +468,10 @@ class _Kernel:
 
         old = [sums[i][p] for i, p in places]
         new = continued(old, products, layout.interpreted)
-        whole = (first == 0) & (stop == layout.chunk)
-
-        def chosen():
-            return [
-                jnp.where(self.between(width, first - row, stop - row), its, other)
-                for its, other, (_, row, width) in zip(new, old, rows, strict=True)
-            ]
-
-        taken = lax.cond(whole, lambda: list(new), chosen)
         totals = [list(pieces) for pieces in sums]
-        for value, (i, p) in zip(taken, places, strict=True):
-            totals[i][p] = value
+        for its, before, (i, p), (_, row, width) in zip(new, old, places, rows, strict=True):
+            chosen = self.between(width, first - row, stop - row)
+            totals[i][p] = jnp.where(chosen, its, before)
         return tuple(map(tuple, totals)), step + steps
 
     @staticmethod
@@ -477,10 +481,9 @@ class _Kernel:
         return (column >= first) & (column < stop)
 
     def store(self, tile, warpgroup, number, chunk, sums):
-        """Writes the tile's own rows of one chunk: [64 features, rows] turned to [rows, 64]."""
+        """Turns one chunk of a tile, [64 features, rows], to [rows, 64], and writes whole ones."""
         s, layout = self.schedule, self.layout
-        begin, rows = chunk[0].start, sum(piece.width for piece in chunk)
-        count = jnp.clip(tile.rows - begin, 0, rows)
+        begin = chunk[0].start
         for block in range(s.blocks):
             # A tile starts with the first buffer again, so all stores before it must have read.
             before = number * s.blocks + block
@@ -499,5 +502,37 @@ class _Kernel:
                 turned = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
                 buffer.at[pl.ds(piece.start - begin, piece.width)].T[...] = turned
             plgpu.commit_smem()
-            column = tile.feature + (warpgroup * s.blocks + block) * 64
-            store_rows(buffer, self.y, tile.row + begin, count, rows, pl.ds(column, 64))
+
+            @pl.when(tile.rows >= begin + layout.chunk)
+            def _store(buffer=buffer, block=block):
+                target = self.y.at[
+                    pl.ds(tile.row + begin, layout.chunk), self.columns_of(tile, warpgroup, block)
+                ]
+                plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
+
+            plgpu.commit_smem_to_gmem_group()
+
+    def store_rest(self, tile, warpgroup):
+        """Writes the rows of a tile's last chunk if it is not whole, still in its buffers.
+
+        Once for all chunks: a copy for each power of two, in every chunk, was a third of the code.
+        """
+        s, chunk = self.schedule, self.layout.chunk
+        number, rest = lax.div(tile.rows, jnp.int32(chunk)), lax.rem(tile.rows, jnp.int32(chunk))
+
+        @pl.when(rest > 0)
+        def _store():
+            for block in range(s.blocks):
+                buffer = lax.rem(number * s.blocks + block, jnp.int32(s.buffers))
+                store_rows(
+                    self.out.at[warpgroup, buffer],
+                    self.y,
+                    tile.row + number * chunk,
+                    rest,
+                    chunk,
+                    self.columns_of(tile, warpgroup, block),
+                )
+
+    def columns_of(self, tile, warpgroup, block):
+        """The output columns of one of a warpgroup's blocks."""
+        return pl.ds(tile.feature + (warpgroup * self.schedule.blocks + block) * 64, 64)

@@ -23,6 +23,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     tile_height,
     tiles_together,
 )
+from pallas_kernels.grouped_lora_matmul.gpu_tile_table import tile_table
 from pallas_kernels.hopper.machine import PROGRAMS
 
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
@@ -57,9 +58,21 @@ class Pieces(NamedTuple):
     row: jax.Array
 
 
+class OrderedRuns(NamedTuple):
+    """All runs, in order of their rows.
+
+    Attributes:
+      begin: int32 [M + 1], the first row of each, then M.
+      up_to: int32 [G], how many there are up to the end of each group.
+    """
+
+    begin: jax.Array
+    up_to: jax.Array
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["place", "run_end", "pieces", "tiles", "run_begin"],
+    data_fields=["place", "run_end", "pieces", "tiles", "runs"],
     meta_fields=["in_order"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +84,7 @@ class Tables:
         number is the number of groups.
       run_end: int32 [M], where the row's run (rows of one place) ends.
       pieces, tiles: see there; no tiles where every row is a tile of its own.
-      run_begin: int32 [M + 1], the first row of each run in order, then M; None unless rows are
-        known to be sorted by group, and not by slot.
+      runs: None unless rows are known to be sorted by group, and not by slot.
       in_order: whether rows are known to be sorted by (group, slot), so that each is one run.
     """
 
@@ -80,7 +92,7 @@ class Tables:
     run_end: jax.Array
     pieces: Pieces
     tiles: Tiles | None
-    run_begin: jax.Array | None = None
+    runs: OrderedRuns | None = None
     in_order: bool = False
 
     @property
@@ -142,13 +154,6 @@ def _whole(count, unit: int):
     return (count + (unit - 1)) // unit * unit if unit > 1 else count
 
 
-def _words(row, rows, group):
-    """`Tiles.words`, in one step."""
-    word = np.arange(TILE_WORDS)
-    columns = (value[:, None] for value in (row, rows, group))
-    return jnp.select([word == 0, word == 1, word == 2], list(columns), 0).reshape(-1)
-
-
 def tables(group_sizes, row_slots, groups: int) -> Tables:
     """Tables of rows that lie in order, group after group.
 
@@ -163,18 +168,18 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     place = place_of(group, row_slots, groups)
     equal = group_sizes is None
     tiles = tiles_of_equal_groups(groups, count) if equal else tiles_of_groups(ends, count)
-    return _tables(place, tiles, in_order=False)
+    return _tables(place, tiles, ends)
 
 
-def _tables(place, tiles: Tiles, in_order: bool) -> Tables:
-    """Those of rows sorted by group, or by (group, slot)."""
+def _tables(place, tiles: Tiles, ends=None) -> Tables:
+    """Those of rows sorted by group, which end at `ends`; None: by (group, slot)."""
     row, starts, cuts = _marks(place)
     count = row.shape[0]
     if count <= FEW_ROWS:
         run, piece = _numbers(starts), _numbers(cuts)
     else:
         run, piece = jnp.cumsum(jnp.stack([starts, cuts]), axis=1, dtype=jnp.int32)
-    begin = jnp.append(_rows_of(starts, run), count)
+    begin = jnp.pad(_rows_of(starts, run), (0, 1))
     # Of the last run, and past it.
     begin = jnp.where(np.arange(count + 1) < run[-1], begin, count)
     if count <= FEW_ROWS:
@@ -184,14 +189,22 @@ def _tables(place, tiles: Tiles, in_order: bool) -> Tables:
     else:
         run_end = begin[run]
     pieces = _pieces(place, cuts, piece)
-    return Tables(place, run_end, pieces, tiles, None if in_order else begin, in_order)
+    if ends is None:
+        return Tables(place, run_end, pieces, tiles, in_order=True)
+    up_to = jnp.where(ends > 0, run[jnp.maximum(ends - 1, 0)], 0)
+    return Tables(place, run_end, pieces, tiles, OrderedRuns(begin, up_to))
 
 
 def _marks(place):
     """The rows, and which of them begin a run, and a piece."""
     row = jnp.arange(place.shape[0], dtype=jnp.int32)
-    starts = (place != jnp.roll(place, 1)) | (row == 0)
+    starts = _starts(place, row)
     return row, starts, (starts | (row % PIECE == 0)) & (slot_of(place) >= 0)
+
+
+def _starts(place, row):
+    """Which rows begin a run. A gather: XLA takes it into what comes next, and a roll not."""
+    return (row == 0) | (place != place[jnp.maximum(row - 1, 0)])
 
 
 def _pieces(place, cuts, number) -> Pieces:
@@ -225,15 +238,17 @@ def runs_of_buckets(tables: Tables, first_slot: int, slots: int, groups: int) ->
     """
     place, count = tables.place, slots * groups
     row = jnp.arange(place.shape[0], dtype=jnp.int32)
-    # Unsorted, every row is a run.
-    starts = (row == 0) | (place != jnp.roll(place, 1)) | (tables.tiles is None)
-    group = tables.group_of_row if groups > 1 else 0
     slot = tables.row_slots - first_slot
     mine = (slot >= 0) & (slot < slots)
-    by_run = tables.run_begin is not None and slots == 1 < groups
-    # Of one slot, runs are in order already: those of others stay among them, with no rows.
-    counts = starts & ((group < groups) if by_run else mine)
-    bucket = jnp.where(counts, group if by_run else slot * groups + group, count)
+    if tables.runs is not None and slots == 1 < groups:
+        # Of one slot, runs are in order already: those of others stay among them, with no rows.
+        begin, stop = tables.runs
+        end = jnp.where(mine[begin[:-1]], begin[1:], begin[:-1])
+        return Runs(jnp.pad(stop[:-1], (1, 0)), stop, begin[:-1], end)
+    # Unsorted, every row is a run.
+    starts = _starts(place, row) | (tables.tiles is None)
+    group = tables.group_of_row if groups > 1 else 0
+    bucket = jnp.where(starts & mine, slot * groups + group, count)
     if tables.in_order and groups > 1:
         begin, end = (
             jnp.zeros(count, jnp.int32).at[bucket].set(value, mode="drop", unique_indices=True)
@@ -243,9 +258,6 @@ def runs_of_buckets(tables: Tables, first_slot: int, slots: int, groups: int) ->
         return Runs(first, first + (end > begin), begin, end)
     sizes = jnp.zeros(count, jnp.int32).at[bucket].add(1, mode="drop")
     stop = jnp.cumsum(sizes)
-    if by_run:
-        begin, end = tables.run_begin[:-1], tables.run_begin[1:]
-        return Runs(stop - sizes, stop, begin, jnp.where(mine[begin], end, begin))
     # Short keys take half the passes of a radix sort.
     key = bucket.astype(jnp.uint16) if count < 65536 else bucket
     _, order = lax.sort((key, row), num_keys=1, is_stable=True)
@@ -261,34 +273,8 @@ def group_ends(group_sizes, groups: int, rows: int) -> jax.Array:
 
 
 def tiles_of_groups(ends, rows: int) -> Tiles:
-    """Cuts each group, and the rows past them all, into tiles of equal height (give or take 1).
-
-    Tall tiles first: then programs, which take them in turns, end at about the same time.
-    """
-    groups = ends.shape[0]
-    height = tile_height(rows, groups)
-    begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    ends = jnp.concatenate([ends, jnp.full(1, rows, jnp.int32)])
-    sizes = ends - begins
-    tiles = lax.div(sizes + (height - 1), jnp.int32(height))
-    index = jnp.arange(groups + 1)
-    tall = lax.div(sizes, jnp.maximum(tiles, 1)).at[groups].set(-1)
-    before = (tall[None, :] > tall[:, None]) | (
-        (tall[None, :] == tall[:, None]) & (index[None, :] <= index[:, None])
-    )
-    # Of each group, in its own order.
-    tile_ends = jnp.sum(jnp.where(before, tiles, 0), axis=1, dtype=jnp.int32)
-    tile = jnp.arange(most_tiles(groups, rows), dtype=jnp.int32)
-    mine = (tile[:, None] < tile_ends) & (tile[:, None] >= tile_ends - tiles)
-    group = jnp.max(jnp.where(mine, index, -1), axis=1)
-    offset, size = _equal_cut(sizes[group], tiles[group], tile - (tile_ends - tiles)[group])
-    used = group >= 0
-    words = _words(
-        jnp.where(used, begins[group] + offset, 0),
-        jnp.where(used, size, 0),
-        jnp.where(used, group, groups),
-    )
-    return Tiles(_whole(jnp.sum(tiles)[None], tiles_together(rows, groups)), words)
+    """Those of groups that end at these rows, see `gpu_tile_table`."""
+    return Tiles(*tile_table(ends, rows, most_tiles(ends.shape[0], rows)))
 
 
 def tiles_of_equal_groups(groups: int, rows: int) -> Tiles:
@@ -304,13 +290,6 @@ def tiles_of_equal_groups(groups: int, rows: int) -> Tiles:
     words[: group.size, :3] = np.stack((first, shorter + (piece < longer), group), axis=1)
     count = np.array([_whole(group.size, tiles_together(rows, groups))], np.int32)
     return Tiles(jnp.asarray(count), jnp.asarray(words.reshape(-1)))
-
-
-def _equal_cut(size, pieces, piece):
-    """Where a piece starts and its size, when `size` rows are cut in equal pieces."""
-    pieces = jnp.maximum(pieces, 1)
-    shorter, longer = lax.div(size, pieces), lax.rem(size, pieces)
-    return piece * shorter + jnp.minimum(piece, longer), shorter + (piece < longer)
 
 
 def plan(groups: int, slots: int, group, token_slots) -> Route:
@@ -338,7 +317,7 @@ def plan(groups: int, slots: int, group, token_slots) -> Route:
             axis=1,
             dtype=jnp.int32,
         )
-        tables = _tables(place[order], tiles_of_groups(ends, count), in_order=True)
+        tables = _tables(place[order], tiles_of_groups(ends, count))
     return Route(token, position.reshape(tokens, choices), tables)
 
 

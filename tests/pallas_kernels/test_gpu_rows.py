@@ -105,10 +105,12 @@ def check_runs(found: gpu_rows.Tables, place):
     last = np.flatnonzero(np.append(place[1:] != place[:-1], True))
     ends = last[np.searchsorted(last, np.arange(len(place)))] + 1
     assert found.run_end.tolist() == ends.tolist()
-    if found.run_begin is not None:
+    if found.runs is not None:
         begins = np.full(len(place) + 1, len(place))
         begins[: len(last)] = np.append(0, last[:-1] + 1)
-        assert found.run_begin.tolist() == begins.tolist()
+        assert found.runs.begin.tolist() == begins.tolist()
+        groups = np.arange(len(found.runs.up_to))
+        assert found.runs.up_to.tolist() == [sum(place[last] >> 16 <= its) for its in groups]
 
 
 def tiles_of(found: gpu_rows.Tiles, place, groups):
@@ -280,8 +282,8 @@ def test_runs_of_buckets(sorted_slots, by_group, first_slot, slots):
     group = np.concatenate([np.repeat(np.arange(groups), sizes), np.full(9, groups)])
     tables = compiled_tables(groups)(sizes, slot.astype(np.int32))
     for in_order in {False, sorted_slots and by_group}:
-        run_begin = None if in_order else tables.run_begin
-        tables = dataclasses.replace(tables, in_order=in_order, run_begin=run_begin)
+        runs = None if in_order else tables.runs
+        tables = dataclasses.replace(tables, in_order=in_order, runs=runs)
         check_buckets(tables, group, slot, groups, by_group, first_slot, slots)
 
 

@@ -1,0 +1,142 @@
+"""The table of tiles of many sorted rows, laid out by one kernel from the sizes of their groups.
+
+In plain JAX it took eight kernels, of one to two microseconds each whatever they do. Nothing is
+handed from one program to another: each looks at all groups, and writes some of the tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    TILE_WORDS,
+    tile_height,
+    tiles_together,
+)
+
+TILES = 16  # of a program
+BLOCK = 16384  # numbers that a program compares at once
+
+
+def tile_table(ends, rows: int, most: int) -> tuple[jax.Array, jax.Array]:
+    """Cuts each group, and the rows past them all, into tiles of equal height (give or take 1).
+
+    Tall tiles first: then programs, which take them in turns, end at about the same time.
+
+    Args:
+      ends: int32 [G], the first row past each group. most: tiles that the table has room for.
+
+    Returns:
+      `count` and `words` of `gpu_rows.Tiles`.
+    """
+    sizes = _Sizes(rows, ends.shape[0], most)
+    call = pl.pallas_call(
+        functools.partial(_kernel, sizes),
+        out_shape=[
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            jax.ShapeDtypeStruct((most * TILE_WORDS,), jnp.int32),
+        ],
+        grid=(pl.cdiv(most, sizes.tiles),),
+        compiler_params=plgpu.CompilerParams(num_warps=4),
+        interpret=jax.default_backend() == "cpu",
+        name=f"lora_tiles_g{sizes.groups}",
+    )
+    return tuple(call(ends.astype(jnp.int32)))
+
+
+class _Sizes(NamedTuple):
+    rows: int
+    groups: int
+    most: int
+
+    @property
+    def block(self) -> int:
+        return pl.next_power_of_2(self.groups)
+
+    @property
+    def others(self) -> int:
+        """How many groups all are compared with at once."""
+        return max(1, min(self.block, BLOCK // self.block))
+
+    @property
+    def tiles(self) -> int:
+        return max(1, min(TILES, BLOCK // self.block))
+
+
+class _Groups(NamedTuple):
+    """Some groups, as arrays: their tiles, and rows of each; those past the last have none."""
+
+    number: jax.Array
+    tiles: jax.Array
+    tall: jax.Array
+
+
+def _groups(sizes: _Sizes, ends, first, count: int) -> _Groups:
+    number = first + lax.iota(jnp.int32, count)
+    exist = number < sizes.groups
+    begin = plgpu.load(ends.at[number - 1], mask=exist & (number > 0), other=0)
+    size = plgpu.load(ends.at[number], mask=exist, other=0) - begin
+    tiles = _tiles(sizes, size)
+    return _Groups(number, tiles, lax.div(size, jnp.maximum(tiles, 1)))
+
+
+def _tiles(sizes: _Sizes, rows):
+    height = tile_height(sizes.rows, sizes.groups)
+    return lax.div(rows + (height - 1), jnp.int32(height))
+
+
+def _kernel(sizes: _Sizes, ends, count, words):
+    its = _groups(sizes, ends, 0, sizes.block)
+
+    def add_up(i, before):
+        other = _groups(sizes, ends, i * sizes.others, sizes.others)
+        same = other.tall[None] == its.tall[:, None]
+        first = same & (other.number[None] < its.number[:, None])
+        taller = other.tall[None] > its.tall[:, None]
+        return before + jnp.where(taller | first, other.tiles[None], 0)
+
+    before = jnp.zeros((sizes.block, sizes.others), jnp.int32)
+    before = lax.fori_loop(0, sizes.block // sizes.others, add_up, before)
+    first, total = jnp.sum(before, axis=1, dtype=jnp.int32), jnp.sum(its.tiles, dtype=jnp.int32)
+
+    tile = pl.program_id(0) * sizes.tiles + lax.iota(jnp.int32, sizes.tiles)
+    # Of the one group whose tile it is.
+    here = (tile[:, None] >= first[None]) & (tile[:, None] < (first + its.tiles)[None])
+
+    def of_group(values, past_all):
+        found = jnp.sum(jnp.where(here, values[None], 0), axis=1, dtype=jnp.int32)
+        return jnp.where(tile < total, found, past_all)
+
+    group, its_first = of_group(its.number, sizes.groups), of_group(first, total)
+    begin = plgpu.load(ends.at[group - 1], mask=group > 0, other=0)
+    size = plgpu.load(ends.at[group], mask=group < sizes.groups, other=sizes.rows) - begin
+    offset, rows = _equal_cut(size, _tiles(sizes, size), tile - its_first)
+    adrift = _tiles(sizes, sizes.rows - ends[sizes.groups - 1])
+    used = tile < total + adrift
+    for word, value in enumerate((begin + offset, rows, group)):
+        value = jnp.where(used, value, sizes.groups if word == 2 else 0)
+        _write(words, tile * TILE_WORDS + word, value, tile < sizes.most)
+
+    @pl.when(pl.program_id(0) == 0)
+    def _count():
+        together = tiles_together(sizes.rows, sizes.groups)
+        count[0] = lax.div(total + adrift + (together - 1), jnp.int32(together)) * together
+
+
+def _equal_cut(size, pieces, piece):
+    """Where a piece starts and its size, when `size` rows are cut in equal pieces."""
+    pieces = jnp.maximum(pieces, 1)
+    shorter, longer = lax.div(size, pieces), lax.rem(size, pieces)
+    return piece * shorter + jnp.minimum(piece, longer), shorter + (piece < longer)
+
+
+def _write(out, place, value, mask):
+    # The interpreter writes what is masked too, as it was: it must not be some other tile's.
+    plgpu.store(out.at[jnp.where(mask, place, out.shape[0])], value, mask=mask)
