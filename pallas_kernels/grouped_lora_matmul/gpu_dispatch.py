@@ -29,6 +29,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     tile_height,
     tiles_together,
 )
+from pallas_kernels.grouped_lora_matmul.gpu_tile_table import tiles_of, write_words
 from pallas_kernels.hopper.machine import PROGRAMS
 
 MAX_GROUPS = 1024  # a program counts the rows of all of them at once
@@ -165,7 +166,7 @@ def _lay_out_tiles(sizes: _Sizes, own: _Rows, position, rows_of_group, words, co
     height, together = tile_height(rows, groups), tiles_together(rows, groups)
     number = lax.iota(jnp.int32, sizes.groups_block)
     rows_of_group = jnp.where(number < groups, rows_of_group, 0)
-    tiles_of_group = _tiles(rows_of_group, height)
+    tiles_of_group = tiles_of(rows_of_group, height)
     group = group_of(own.place)
 
     def add_up(which, values):
@@ -176,29 +177,18 @@ def _lay_out_tiles(sizes: _Sizes, own: _Rows, position, rows_of_group, words, co
     end = jnp.where(group < groups, begin + add_up(here, rows_of_group), rows)
     tile += lax.div(position - begin, jnp.int32(height))
     first = (lax.rem(position - begin, jnp.int32(height)) == 0) & own.exist
-    _write(words, tile, (position, jnp.minimum(end - position, height), group), first)
+    write_words(words, tile, (position, jnp.minimum(end - position, height), group), first)
 
     @pl.when(pl.program_id(0) == 0)
     def _count():
         adrift = rows - jnp.sum(rows_of_group, dtype=jnp.int32)
-        used = jnp.sum(tiles_of_group, dtype=jnp.int32) + _tiles(adrift, height)
-        whole = _tiles(used, together) * together
+        used = jnp.sum(tiles_of_group, dtype=jnp.int32) + tiles_of(adrift, height)
+        whole = tiles_of(used, together) * together
         count[0] = whole
         if together > 1:
             unused = used + lax.iota(jnp.int32, pl.next_power_of_2(together))
             nothing = jnp.zeros_like(unused)
-            _write(words, unused, (nothing, nothing, nothing + groups), unused < whole)
-
-
-def _tiles(rows, height: int):
-    return lax.div(rows + (height - 1), jnp.int32(height))
-
-
-def _write(words, tile, values, mask):
-    # The interpreter writes what is masked too, as it was: it must not be some other tile's.
-    tile = jnp.where(mask, tile, words.shape[0])
-    for word, value in enumerate(values):
-        plgpu.store(words.at[tile * TILE_WORDS + word], value, mask=mask)
+            write_words(words, unused, (nothing, nothing, nothing + groups), unused < whole)
 
 
 def _load_rows(own: _Rows, x, i):

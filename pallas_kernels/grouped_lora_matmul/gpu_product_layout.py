@@ -6,6 +6,7 @@ import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -18,7 +19,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     words_of_rows,
     words_of_tile,
 )
-from pallas_kernels.hopper.memory import overlaid, two_views
+from pallas_kernels.hopper.memory import overlaid, two_views, views_of
 
 K_STEP = 64  # columns of one block of a stage: 128 bytes, the widest swizzle
 
@@ -161,6 +162,31 @@ class ProductLayout:
             return range(self.terms_of_stage)
         terms = range(self.terms_of_stage)
         return [term for term in terms if (self.starts[term] > 0) == (part > 0)]
+
+
+class Stages:
+    """The ring of stages as the warpgroups see it: what copies write, what products read."""
+
+    def __init__(self, layout: ProductLayout, x_stage, w_stage, full, empty, low_rank_full=None):
+        uses = (2, 2) if layout.terms else (2,)
+        (self.x_load, self.x_tiles), *u_views = views_of(
+            x_stage, *uses, interpreted=layout.interpreted
+        )
+        uses = (2, 1) if layout.terms else (2,)
+        (self.w_load, self.w_tiles), *b_views = views_of(
+            w_stage, *uses, interpreted=layout.interpreted
+        )
+        if layout.terms:
+            ((self.u_load, self.u_tiles),), ((self.b,),) = u_views, b_views
+        self.full, self.empty, self.low_rank_full = full, empty, low_rank_full
+        self.count = layout.schedule.stages
+
+    def stage_of(self, step):
+        return lax.rem(step, jnp.int32(self.count))
+
+    def release(self, step):
+        """Says, for one consumer, that what a step's stage holds has been read."""
+        plgpu.barrier_arrive(self.empty.at[self.stage_of(step)])
 
 
 class Set(NamedTuple):

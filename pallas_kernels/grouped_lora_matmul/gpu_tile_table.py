@@ -67,11 +67,16 @@ class _Sizes(NamedTuple):
 
     @property
     def tiles(self) -> int:
+        """Of a program."""
         return max(1, min(TILES, BLOCK // self.block))
+
+    @property
+    def height(self) -> int:
+        return tile_height(self.rows, self.groups)
 
 
 class _Groups(NamedTuple):
-    """Some groups, as arrays: their tiles, and rows of each; those past the last have none."""
+    """Some groups, as arrays: how many tiles, and of how many rows; those past the last: none."""
 
     number: jax.Array
     tiles: jax.Array
@@ -83,13 +88,8 @@ def _groups(sizes: _Sizes, ends, first, count: int) -> _Groups:
     exist = number < sizes.groups
     begin = plgpu.load(ends.at[number - 1], mask=exist & (number > 0), other=0)
     size = plgpu.load(ends.at[number], mask=exist, other=0) - begin
-    tiles = _tiles(sizes, size)
+    tiles = tiles_of(size, sizes.height)
     return _Groups(number, tiles, lax.div(size, jnp.maximum(tiles, 1)))
-
-
-def _tiles(sizes: _Sizes, rows):
-    height = tile_height(sizes.rows, sizes.groups)
-    return lax.div(rows + (height - 1), jnp.int32(height))
 
 
 def _kernel(sizes: _Sizes, ends, count, words):
@@ -117,17 +117,19 @@ def _kernel(sizes: _Sizes, ends, count, words):
     group, its_first = of_group(its.number, sizes.groups), of_group(first, total)
     begin = plgpu.load(ends.at[group - 1], mask=group > 0, other=0)
     size = plgpu.load(ends.at[group], mask=group < sizes.groups, other=sizes.rows) - begin
-    offset, rows = _equal_cut(size, _tiles(sizes, size), tile - its_first)
-    adrift = _tiles(sizes, sizes.rows - ends[sizes.groups - 1])
+    offset, rows = _equal_cut(size, tiles_of(size, sizes.height), tile - its_first)
+    adrift = tiles_of(sizes.rows - ends[sizes.groups - 1], sizes.height)
     used = tile < total + adrift
-    for word, value in enumerate((begin + offset, rows, group)):
-        value = jnp.where(used, value, sizes.groups if word == 2 else 0)
-        _write(words, tile * TILE_WORDS + word, value, tile < sizes.most)
+    values = [
+        jnp.where(used, value, unused)
+        for value, unused in ((begin + offset, 0), (rows, 0), (group, sizes.groups))
+    ]
+    write_words(words, tile, values, tile < sizes.most)
 
     @pl.when(pl.program_id(0) == 0)
     def _count():
         together = tiles_together(sizes.rows, sizes.groups)
-        count[0] = lax.div(total + adrift + (together - 1), jnp.int32(together)) * together
+        count[0] = tiles_of(total + adrift, together) * together
 
 
 def _equal_cut(size, pieces, piece):
@@ -137,6 +139,14 @@ def _equal_cut(size, pieces, piece):
     return piece * shorter + jnp.minimum(piece, longer), shorter + (piece < longer)
 
 
-def _write(out, place, value, mask):
+def tiles_of(rows, height: int):
+    """How many tiles of a height so many rows take."""
+    return lax.div(rows + (height - 1), jnp.int32(height))
+
+
+def write_words(words, tile, values, mask):
+    """Writes the first words of some tiles."""
     # The interpreter writes what is masked too, as it was: it must not be some other tile's.
-    plgpu.store(out.at[jnp.where(mask, place, out.shape[0])], value, mask=mask)
+    tile = jnp.where(mask, tile, words.shape[0])
+    for word, value in enumerate(values):
+        plgpu.store(words.at[tile * TILE_WORDS + word], value, mask=mask)

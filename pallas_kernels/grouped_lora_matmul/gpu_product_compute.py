@@ -1,0 +1,223 @@
+"""The warpgroups of a product's program that multiply, and store."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gate import gated
+from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
+from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
+from pallas_kernels.hopper.accumulate import continued
+from pallas_kernels.hopper.store import store_rows
+
+
+class ProductConsumer:
+    """One warpgroup's features of a tile: the K loop, the low-rank steps, the stores.
+
+    Args:
+      out: its buffers, and those of the others.
+    """
+
+    def __init__(self, layout: ProductLayout, feed: TileFeed, stages: Stages, out, y, warpgroup):
+        self.layout, self.schedule, self.feed, self.stages = layout, layout.schedule, feed, stages
+        self.out, self.y, self.warpgroup = out, y, warpgroup
+
+    def compute_tile(self, tile: Tile, step):
+        multiply = functools.partial(self.multiply, tile)
+        sums, step = for_height(self.schedule.heights, tile.rows, multiply, step)
+        if self.layout.terms:
+            adapted = self.feed.adapted_rows(tile)
+            # Out of the way of tiles of one adapter, or none: their code follows itself.
+            add = functools.partial(self.add_runs, tile, adapted)
+            sums, step = lax.cond(adapted > 0, add, lambda *carry: carry, sums, step)
+        for number, chunk in enumerate(self.layout.chunks):
+            part = tuple(tuple(total[piece.number] for piece in chunk) for total in sums)
+            store = functools.partial(self.store, tile, number, chunk, part)
+            if number == 0:
+                store()
+            else:
+                pl.when(tile.rows > chunk[0].start)(store)
+        self.store_rest(tile)
+        return step
+
+    def multiply(self, tile, height, step):
+        """The base product: each accumulator in pieces, which mean nothing from `height` on."""
+        s, layout = self.schedule, self.layout
+        blocks = layout.parts * s.blocks
+
+        def k_loop(*accumulators):
+            def k_step(k, step):
+                stage = self.stages.stage_of(step)
+                plgpu.barrier_wait(self.stages.full.at[stage])
+                for part in range(s.depth):
+                    rows = self.stages.x_tiles.at[stage, part, pl.ds(0, height)].T
+                    for i, accumulator in enumerate(accumulators):
+                        features = self.stages.w_tiles.at[stage, part, self.block_of(i)]
+                        if layout.contract == 1:
+                            features = features.T
+                        plgpu.wgmma(accumulator, features, rows)
+                # All but the products just issued have ended: the stage before is free.
+                plgpu.wgmma_wait(s.depth * blocks)
+
+                @pl.when(k > 0)
+                def _release():
+                    self.stages.release(step + (s.stages - 1))
+
+                return step + 1
+
+            end = lax.fori_loop(0, tile.k_steps, k_step, step)
+            plgpu.wgmma_wait(0)
+
+            @pl.when(tile.k_steps > 0)
+            def _release():
+                self.stages.release(end + (s.stages - 1))
+
+            if layout.terms:
+                places = [(i, 0, height) for i in range(blocks)]
+                steps = self.whole_steps(tile)
+                end = self.low_rank_steps(accumulators, places, steps, end)
+            return tuple(accumulator[...] for accumulator in accumulators), end
+
+        sums, end = pl.run_scoped(k_loop, *[plgpu.ACC((64, height)) for _ in range(blocks)])
+
+        def cut(total, piece):
+            if piece.start < height:
+                return total[:, piece.start : piece.start + piece.width]
+            return total[:, : piece.width] + tile.rows.astype(jnp.float32)
+
+        pieces = [piece for chunk in layout.chunks for piece in chunk]
+        return tuple(tuple(cut(t, piece) for piece in pieces) for t in sums), end
+
+    def block_of(self, i):
+        """Which 64-feature block of a stage is accumulator i."""
+        s = self.schedule
+        part, block = divmod(i, s.blocks)
+        return part * (s.features // 64) + self.warpgroup * s.blocks + block
+
+    def low_rank_steps(self, accumulators, places, steps, step):
+        """Adds `steps` stages of u·B to accumulators, each (i, first row in the stage, rows)."""
+        s, layout = self.schedule, self.layout
+
+        def add(j, step):
+            stage = self.stages.stage_of(step)
+            plgpu.barrier_wait(self.stages.low_rank_full.at[stage])
+            for accumulator, (i, row, count) in zip(accumulators, places, strict=True):
+                feature = (self.warpgroup * s.blocks + i % s.blocks) * 64
+                for place in layout.places_of_part(i // s.blocks):
+                    b = self.stages.b.at[stage * layout.b_per_stage + place, :, pl.ds(feature, 64)]
+                    u = self.stages.u_tiles.at[stage, pl.ds(place * layout.x_rows + row, count)]
+                    plgpu.wgmma(accumulator, b.T, u.T)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.stages.empty.at[stage])
+            return step + 1
+
+        return lax.fori_loop(0, steps, add, step)
+
+    def whole_steps(self, tile):
+        """Low-rank stages of a tile with one adapter; 0 for others."""
+        slot = self.feed.only_slot(tile)
+        return jnp.where(slot >= 0, self.steps_of_run(tile, slot), 0)
+
+    def steps_of_run(self, tile, slot):
+        sets = self.layout.sets()
+        return sum(self.layout.steps_of(its, tile.feature, slot) for its in sets)
+
+    def add_runs(self, tile, adapted, sums, step):
+        """Adds u·B of each run in the tile's rows up to `adapted`."""
+        parts = []
+        for chunk in self.layout.chunks:
+            part = tuple(tuple(total[piece.number] for piece in chunk) for total in sums)
+            add = functools.partial(self.add_low_rank, tile, chunk)
+            part, step = self.feed.walk_runs(tile, adapted, chunk[0].start, add, (part, step))
+            parts.append(part)
+        # Pieces are numbered chunk after chunk.
+        return tuple(sum(its, ()) for its in zip(*parts, strict=True)), step
+
+    def add_low_rank(self, tile, chunk, slot, first, stop, carry):
+        """Adds u·B to the rows [first, stop) of a chunk."""
+        s, layout = self.schedule, self.layout
+        sums, step = carry
+        begin = chunk[0].start
+        steps = self.steps_of_run(tile, slot)
+        places = [(i, p) for i in range(layout.parts * s.blocks) for p in range(len(chunk))]
+        rows = [(i, chunk[p].start - begin, chunk[p].width) for i, p in places]
+
+        def products(accumulators):
+            self.low_rank_steps(accumulators, rows, steps, step)
+
+        old = [sums[i][p] for i, p in places]
+        new = continued(old, products, layout.interpreted)
+        totals = [list(pieces) for pieces in sums]
+        for its, before, (i, p), (_, row, width) in zip(new, old, places, rows, strict=True):
+            chosen = self.between(width, first - row, stop - row)
+            totals[i][p] = jnp.where(chosen, its, before)
+        return tuple(map(tuple, totals)), step + steps
+
+    @staticmethod
+    def between(width, first, stop):
+        """Which columns of [64, width] are in [first, stop)."""
+        column = plgpu.broadcasted_iota(jnp.int32, (64, width), 1, layout=plgpu.Layout.WGMMA)
+        return (column >= first) & (column < stop)
+
+    def store(self, tile, number, chunk, sums):
+        """Turns one chunk of a tile, [64 features, rows], to [rows, 64], and writes whole ones."""
+        s, layout = self.schedule, self.layout
+        begin = chunk[0].start
+        for block in range(s.blocks):
+            # A tile starts with the first buffer again, so all stores before it must have read.
+            before = number * s.blocks + block
+            buffer = self.out.at[self.warpgroup, before % s.buffers]
+            plgpu.wait_smem_to_gmem(min(before, s.buffers - 1), wait_read_only=True)
+            for p, piece in enumerate(chunk):
+                total = sums[block][p]
+                if layout.gate is not None:
+                    # Of the rounded product, as training has it, which keeps the product.
+                    left, right = (
+                        half.astype(layout.dtype).astype(jnp.float32)
+                        for half in (total, sums[s.blocks + block][p])
+                    )
+                    total = gated(left, right, layout.gate)
+                total = total.astype(layout.out_dtype)
+                turned = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
+                buffer.at[pl.ds(piece.start - begin, piece.width)].T[...] = turned
+            plgpu.commit_smem()
+
+            @pl.when(tile.rows >= begin + layout.chunk)
+            def _store(buffer=buffer, block=block):
+                target = self.y.at[
+                    pl.ds(tile.row + begin, layout.chunk), self.columns_of(tile, block)
+                ]
+                plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
+
+            plgpu.commit_smem_to_gmem_group()
+
+    def store_rest(self, tile):
+        """Writes the rows of a tile's last chunk if it is not whole, still in its buffers.
+
+        Once for all chunks: a copy for each power of two, in every chunk, was a third of the code.
+        """
+        s, chunk = self.schedule, self.layout.chunk
+        number, rest = lax.div(tile.rows, jnp.int32(chunk)), lax.rem(tile.rows, jnp.int32(chunk))
+
+        @pl.when(rest > 0)
+        def _store():
+            for block in range(s.blocks):
+                buffer = lax.rem(number * s.blocks + block, jnp.int32(s.buffers))
+                store_rows(
+                    self.out.at[self.warpgroup, buffer],
+                    self.y,
+                    tile.row + number * chunk,
+                    rest,
+                    chunk,
+                    self.columns_of(tile, block),
+                )
+
+    def columns_of(self, tile, block):
+        """The output columns of a block."""
+        return pl.ds(tile.feature + (self.warpgroup * self.schedule.blocks + block) * 64, 64)
