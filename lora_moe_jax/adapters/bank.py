@@ -7,10 +7,9 @@ pool of adapters alone: what a slot holds and what the prefix cache has of it mu
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -21,8 +20,7 @@ from lora_moe_jax.adapters.adapter import Adapter, LoraPair
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.errors import AdapterError
 from pallas_kernels import Lora
-
-ALIGNMENT = 256  # bytes, of what XLA hands to a kernel where it is
+from pallas_kernels.layered import Layered, without_layers
 
 
 class KvBLora(NamedTuple):
@@ -64,39 +62,35 @@ class RankClass:
         a `[slots, groups|1, rank, in]`, b `[slots, groups|1, rank, out]`, scaling
         `[slots, groups]`; or a `KvBLora`. All slots are empty: the arrays give their memory to
         the bank's.
-      joined: whether projections that differ in their layer alone lie in one array.
+      kinds: of projections: those of one kind lie in one array, in their order.
 
     Attributes:
       slots: how many adapters fit.
       rank: the largest that fits.
-      stacks: the arrays, of a projection or of several: with an axis for them in front. Of
-        several, scaling has room for so many slots that each projection's begins at an address
-        from which a kernel reads it where it is: of anything else a step makes a copy first.
+      stacks: the arrays, of a projection or of several: with an axis for them in front.
       places: of each projection in the stacks.
     """
 
-    def __init__(self, entries: Mapping[str, SlotEntry], joined: bool):
+    def __init__(self, entries: Mapping[str, SlotEntry], kinds: Mapping[str, Hashable]):
         self.stacks: dict[str, Lora | KvBLora] = {}
         self.places: dict[str, Place] = {}
         alike: dict[Hashable, list[str]] = {}
-        for name, entry in entries.items():
-            kind = _kind(name, entry.arrays) if joined else name
-            alike.setdefault(kind, []).append(name)
+        for name in entries:
+            alike.setdefault(kinds.get(name, name), []).append(name)
         for first, *others in alike.values():
             names = [first, *others]
             self.places |= {name: Place(first, index) for index, name in enumerate(names)}
-            lora = entries[first].arrays
-            slots = [array.shape[0] for array in lora]
-            if others:
-                slots[-1] = _aligned_slots(lora.scaling)
             parts = zip(*(entries[name].arrays for name in names), strict=True)
-            self.stacks[first] = type(lora)(*map(_room, parts, slots))
+            self.stacks[first] = type(entries[first].arrays)(*map(_room, parts))
         _, self.slots, _, self.rank, _ = next(iter(self.stacks.values())).a.shape
 
     def lora(self, stacks: Mapping[str, Lora | KvBLora], name: str) -> Lora | KvBLora:
-        """A projection's part of stacks such as these; scaling may have more slots."""
+        """A projection's part of stacks such as these; `Layered` of a stack of several."""
         stack, index = self.places[name]
-        return type(stacks[stack])(*(array[index] for array in stacks[stack]))
+        lora = stacks[stack]
+        if lora.a.shape[0] == 1:
+            return type(lora)(*(array[0] for array in lora))
+        return type(lora)(*(Layered(array, index) for array in lora))
 
     def like(self, name: str) -> Lora | KvBLora:
         """The shapes of one slot of a projection."""
@@ -105,8 +99,7 @@ class RankClass:
 
     def copy(self, name: str) -> Lora | KvBLora:
         """All slots of a projection, as they are now."""
-        lora = self.lora(self.stacks, name)
-        return type(lora)(*(array[: self.slots] for array in lora))
+        return without_layers(self.lora(self.stacks, name))
 
 
 class Bank:
@@ -116,18 +109,22 @@ class Bank:
 
     Args:
       entries: of each class, see `RankClass`; none for a model without slots.
-      joined: whether projections that differ in their layer alone lie in one array.
+      kinds: of projections: those of one kind lie in one array, in their order; others alone.
 
     Attributes:
       projections: by name.
       classes: by their rank, in order.
     """
 
-    def __init__(self, entries: Sequence[Mapping[str, SlotEntry]], *, joined: bool = False):
+    def __init__(
+        self,
+        entries: Sequence[Mapping[str, SlotEntry]],
+        kinds: Mapping[str, Hashable] = MappingProxyType({}),
+    ):
         self.projections = {
             name: entry.projection for its in entries[:1] for name, entry in its.items()
         }
-        classes = [RankClass(its, joined) for its in entries]
+        classes = [RankClass(its, kinds) for its in entries]
         self.classes = {its.rank: its for its in sorted(classes, key=lambda its: its.rank)}
 
     @property
@@ -223,24 +220,11 @@ class Bank:
                 )
 
 
-def _kind(name: str, lora: Lora | KvBLora) -> Hashable:
-    """What projections have in common that may lie in one array."""
-    arrays = tuple((x.shape, x.dtype, x.sharding) for x in lora)
-    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name), arrays
-
-
-def _room(parts: Sequence[jax.Array], slots: int) -> jax.Array:
-    """Zeros with an axis for the parts in front, each with so many slots; theirs are given back."""
-    (_, *shape), dtype, sharding = parts[0].shape, parts[0].dtype, parts[0].sharding
+def _room(parts: Sequence[jax.Array]) -> jax.Array:
+    """Zeros with an axis for the parts in front, whose memory is given back."""
+    shape, dtype, sharding = parts[0].shape, parts[0].dtype, parts[0].sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
     for part in parts:
         part.delete()
-    return jnp.zeros((len(parts), slots, *shape), dtype, device=sharding)
-
-
-def _aligned_slots(scaling: jax.Array) -> int:
-    """As many as scaling `[slots, groups]` has, or more: so that they fill whole units."""
-    slots, groups = scaling.shape
-    unit = ALIGNMENT // math.gcd(ALIGNMENT, groups * scaling.dtype.itemsize)
-    return slots + -slots % unit
+    return jnp.zeros((len(parts), *shape), dtype, device=sharding)

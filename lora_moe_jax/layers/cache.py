@@ -1,4 +1,4 @@
-"""The paged cache of one layer, as attention modules take and return it."""
+"""The paged cache, as attention modules take and return it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ class LayerCache(NamedTuple):
     first: jax.Array
     second: jax.Array
     view: PageView
+
+    def of_layer(self, number: int | jax.Array, layers: int) -> LayerCache:
+        """One layer's, of a cache that holds those of so many one after the other."""
+        pages = self.first.shape[0] // layers
+        tables = self.view.page_tables + number * pages
+        return self._replace(view=self.view._replace(page_tables=tables))
 
 
 def single_sequence_cache(shapes, length: int, dtype="bfloat16", page_size: int = 16) -> LayerCache:

@@ -21,6 +21,7 @@ from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.layers.build import Build, SlotConfig
 from lora_moe_jax.models import deepseek, qwen3
 from lora_moe_jax.models.decoder import Decoder
+from lora_moe_jax.models.layer_stacks import filled, stacks_layers
 from lora_moe_jax.parallel.mesh import axis_size, mesh_axes
 from lora_moe_jax.parallel.sharding import named_sharding, sharding_rules
 
@@ -63,12 +64,9 @@ def random_model(
 
     Adapter slots are zero, norms one, biases zero; other weights have unit gain.
     """
-    graph, state = nnx.split(abstract_model(config, dtype=dtype, adapters=adapters))
-    flat = dict(nnx.to_flat_state(state))
-    for done, (path, variable) in enumerate(flat.items()):
-        flat[path] = variable.replace(_random(path, variable, done))
-        progress(done + 1, len(flat))
-    return nnx.merge(graph, nnx.from_flat_state(flat.items()))
+    model = abstract_model(config, dtype=dtype, adapters=adapters)
+    stacked = stacks_layers(dtype)
+    return filled(model, _random, lambda axes: None, stacked=stacked, progress=progress)
 
 
 def _random(path, variable, seed: int) -> jax.Array:
@@ -117,19 +115,17 @@ def load_model(
     """
     model = abstract_model(config, dtype=dtype, adapters=adapters, mesh=mesh)
     rules = sharding_rules(config, mesh)
-    graph, state = nnx.split(model)
-    flat = dict(nnx.to_flat_state(state))
-    for done, (path, variable) in enumerate(flat.items()):
-        sharding = (
-            None if mesh is None else named_sharding(variable.get_metadata("axes"), rules, mesh)
-        )
+
+    def sharding_of(axes):
+        return None if mesh is None else named_sharding(axes, rules, mesh)
+
+    def make(path, variable, number):
+        sharding = sharding_of(variable.get_metadata("axes"))
         if isinstance(variable, LoraParam):
-            array = jnp.zeros(variable.shape, variable.dtype, device=sharding)
-        else:
-            array = _read_parameter(checkpoint, variable, sharding)
-        flat[path] = variable.replace(array)
-        progress(done + 1, len(flat))
-    return nnx.merge(graph, nnx.from_flat_state(flat.items()))
+            return jnp.zeros(variable.shape, variable.dtype, device=sharding)
+        return _read_parameter(checkpoint, variable, sharding)
+
+    return filled(model, make, sharding_of, stacked=stacks_layers(dtype), progress=progress)
 
 
 def _read_parameter(checkpoint: Checkpoint, variable, sharding) -> jax.Array:

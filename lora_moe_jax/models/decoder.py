@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -14,6 +15,7 @@ from lora_moe_jax.layers.cache import LayerCache
 from lora_moe_jax.layers.embedding import Embedding, OutputHead
 from lora_moe_jax.layers.experts import MoeMlp
 from lora_moe_jax.layers.norm import RmsNorm
+from lora_moe_jax.models.layer_loop import loop, loops
 from lora_moe_jax.models.shared_layers import SharedLayers
 
 
@@ -78,18 +80,36 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, " tokens"],
         token_slots: Int[Array, " tokens"],
-        caches: list[LayerCache],
-    ) -> tuple[Float[Array, "tokens hidden"], list[LayerCache], list[Int[Array, "tokens choices"]]]:
-        """Final normed hidden states of a flat batch, the caches with its tokens added, and the
-        experts that its tokens went to in each layer that has a router."""
-        x = self.embed_tokens(tokens, token_slots)
-        updated, choices, call = [], [], SharedLayers()
-        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            x, cache, experts = call(self.config.is_sparse(i), layer, x, token_slots, cache)
-            updated.append(cache)
-            if experts is not None:
-                choices.append(experts)
-        return self.norm(x), updated, choices
+        cache: LayerCache,
+        *,
+        routed: bool = False,
+    ) -> tuple[Float[Array, "tokens hidden"], LayerCache, list[Int[Array, "tokens choices"]]]:
+        """Final normed hidden states of a flat batch, the cache with its tokens added, and if
+        `routed` the experts that its tokens went to in each layer that has a router.
+
+        Args:
+          cache: of all layers, one after the other, with the view of the first.
+        """
+        shared = SharedLayers()
+
+        def call(number, layer, carry):
+            x, *pages = carry
+            own = cache._replace(first=pages[0], second=pages[1])
+            x, own, experts = layer(x, token_slots, own.of_layer(number, len(self.layers)))
+            return (x, own.first, own.second), experts if routed else None
+
+        carry, choices = (self.embed_tokens(tokens, token_slots), cache.first, cache.second), []
+        for run in loops(self.layers):
+            if len(run) > 1:
+                carry, experts = loop(self.layers, run, call, carry)
+                choices += [] if experts is None else list(experts)
+            else:
+                (number,) = run
+                kind, layer = self.config.is_sparse(number), self.layers[number]
+                carry, experts = call(number, functools.partial(shared, kind, layer), carry)
+                choices += [] if experts is None else [experts]
+        x, first, second = carry
+        return self.norm(x), cache._replace(first=first, second=second), choices
 
     def logits(
         self, hidden: Float[Array, "rows hidden"], row_slots: Int[Array, " rows"]

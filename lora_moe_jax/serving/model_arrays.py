@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -13,17 +13,11 @@ from lora_moe_jax.adapters.bank import Bank, KvBLora, SlotEntry, Stacks
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.models.decoder import Decoder
+from lora_moe_jax.models.layer_loop import loops
+from lora_moe_jax.models.layer_stacks import Path
 from lora_moe_jax.parallel.sharding import partition_spec, sharding_rules
 from pallas_kernels import Lora
-
-
-def reads_slices_in_place() -> bool:
-    """Whether a kernel that gets a slice of an array reads it where it is: XLA's, for GPUs.
-
-    There the bank's layers lie in one array each of their kind, as the host needs 1 to 3 µs for
-    every array that it hands over; elsewhere a step would copy them.
-    """
-    return jax.default_backend() == "gpu"
+from pallas_kernels.layered import Layered, is_layered
 
 
 class SlotField(NamedTuple):
@@ -39,16 +33,30 @@ class SlotField(NamedTuple):
         return cls(slots.rank, slots.projection.name, name)
 
 
+class BasePlace(NamedTuple):
+    """Where a parameter is: in which of the base arrays, and of a stack in which layer of it."""
+
+    number: int
+    layer: int | None
+
+
 class ModelArrays:
-    """A model taken apart: its graph, its flat base weights, and its bank."""
+    """A model taken apart: its graph, its base arrays, and its bank.
+
+    Where layers' base weights are parts of the same stacks, so are their adapters' slots, by the
+    same numbers.
+    """
 
     def __init__(self, model: Decoder, config: ModelConfig, mesh: Mesh | None):
         self.mesh = mesh
         self.rules = sharding_rules(config, mesh)
         self.graph, bank, base = nnx.split(model, LoraParam, ...)
-        self.base, self._base_tree = jax.tree.flatten(base)
+        self.base: list[jax.Array] = []
+        self._base_axes: list[tuple[str | None, ...]] = []
+        leaves, self._base_tree = jax.tree.flatten(base, is_leaf=is_layered)
+        axes = (v.get_metadata("axes") for _, v in nnx.to_flat_state(base))
+        self._base_places = self._places(leaves, axes)
         _, self._bank_tree = jax.tree.flatten(bank)
-        self._base_axes = [v.get_metadata("axes") for _, v in nnx.to_flat_state(base)]
         slots = {p: n for p, n in nnx.iter_graph(model) if isinstance(n, AdapterSlots)}
         # Of each of the bank's leaves: whose array it is, and its axes.
         self._bank_fields = [SlotField.of(slots[p[:-1]], p[-1]) for p, _ in nnx.to_flat_state(bank)]
@@ -58,7 +66,19 @@ class ModelArrays:
         for its in slots.values():
             entry = SlotEntry(its.projection, its.lora())
             classes.setdefault(its.rank, {})[its.projection.name] = entry
-        self.bank = Bank(list(classes.values()), joined=reads_slices_in_place())
+        self.bank = Bank(list(classes.values()), _kinds(model, slots))
+
+    def _places(self, leaves, axes) -> list[BasePlace]:
+        """Puts the leaves' arrays into `base`, each once, and says where each leaf is."""
+        places, numbers = [], {}
+        for leaf, its in zip(leaves, axes, strict=True):
+            layer, array = (leaf.layer, leaf.stack) if is_layered(leaf) else (None, leaf)
+            if id(array) not in numbers:
+                numbers[id(array)] = len(self.base)
+                self.base.append(array)
+                self._base_axes.append(its if layer is None else (None, *its))
+            places.append(BasePlace(numbers[id(array)], layer))
+        return places
 
     def merge(self, base: list[jax.Array], stacks: Stacks) -> Decoder:
         """The model again, from (possibly traced, possibly split) arrays of base and bank."""
@@ -82,7 +102,11 @@ class ModelArrays:
 
     def _merge(self, base: list, parts: Mapping[tuple[int, str], Lora | KvBLora]) -> Decoder:
         bank = [getattr(parts[its.rank, its.projection], its.name) for its in self._bank_fields]
-        base_state = jax.tree.unflatten(self._base_tree, base)
+        leaves = [
+            base[number] if layer is None else Layered(base[number], layer)
+            for number, layer in self._base_places
+        ]
+        base_state = jax.tree.unflatten(self._base_tree, leaves)
         return nnx.merge(self.graph, base_state, jax.tree.unflatten(self._bank_tree, bank))
 
     def specs(self) -> tuple[list[PartitionSpec], Stacks]:
@@ -96,3 +120,15 @@ class ModelArrays:
                 specs = (partition_spec((None, *own), self.rules) for own in axes)
                 bank[rank][stack] = type(lora)(*specs)
         return base, bank
+
+
+def _kinds(model: Decoder, slots: Mapping[Path, AdapterSlots]) -> dict[str, Hashable]:
+    """Of the projections of layers that the decoder makes a loop of: what is in one array."""
+    run_of = {
+        number: run for run in loops(model.layers, nnx.Param) for number in run if len(run) > 1
+    }
+    return {
+        its.projection.name: (run_of[path[1]].start, path[2:])
+        for path, its in slots.items()
+        if path[0] == "layers" and path[1] in run_of
+    }

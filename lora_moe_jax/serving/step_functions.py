@@ -36,14 +36,18 @@ def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens
     The results take the memory of earlier ones, which are given for that alone.
     """
     del results
-    return routed_step(layout, arrays, base, bank, pages, last_tokens, packed)[:3]
+    return _step(layout, arrays, base, bank, pages, last_tokens, packed, routed=False)[:3]
 
 
 def routed_step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, packed):
     """What `step` gives, and the experts [T, choices] in each layer that has a router."""
+    return _step(layout, arrays, base, bank, pages, last_tokens, packed, routed=True)
+
+
+def _step(layout, arrays, base, bank, pages, last_tokens, packed, routed: bool):
     inputs = layout.unpack(packed)
     model = arrays.merge(base, bank)
-    pages, hidden, logits, choices = _forward(model, pages, last_tokens, inputs)
+    pages, hidden, logits, choices = _forward(model, pages, last_tokens, inputs, routed)
     last_tokens, chosen = _choose(logits, inputs.rows, last_tokens, filters=False)
     return pages, last_tokens, (hidden, logits, chosen[None]), choices
 
@@ -85,7 +89,7 @@ def filter_rows(layout: StepLayout, arrays: ModelArrays, base, bank, logits, las
     return last_tokens, chosen[None]
 
 
-def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs):
+def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs, routed: bool = False):
     """The pages with the batch's tokens written, hidden [T, H], the rows' logits [B, V], and the
     tokens' experts."""
     request, rows = inputs.request, inputs.rows
@@ -96,8 +100,8 @@ def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs):
     # an operand that moves, of every layer's attention (see above).
     tables = jnp.maximum(rows.page_tables, 0)
     view = PageView(request, inputs.positions, tables)
-    caches = [LayerCache(first, second, view) for first, second in pages]
-    hidden, caches, choices = model(tokens, token_slots, caches)
+    cache = LayerCache(*pages, view)
+    hidden, cache, choices = model(tokens, token_slots, cache, routed=routed)
     # What is sampled and what is scored must begin from the same bits: nothing crosses this line.
     hidden = lax.optimization_barrier(hidden)
     slots = jnp.where(rows.sample_at >= 0, rows.slots, -1)
@@ -105,7 +109,7 @@ def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs):
     order = jnp.argsort(slots)
     logits = model.logits(hidden.at[rows.sample_at[order]].get(mode="clip"), slots[order])
     logits = logits[jnp.argsort(order)]
-    return [(cache.first, cache.second) for cache in caches], hidden, logits, choices
+    return (cache.first, cache.second), hidden, logits, choices
 
 
 def _choose(logits, rows: RowInputs, last_tokens, filters: bool | None):

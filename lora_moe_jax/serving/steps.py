@@ -40,7 +40,7 @@ from lora_moe_jax.serving.step_functions import (
 )
 from lora_moe_jax.serving.step_layout import StepLayout
 
-Pages = list[tuple[jax.Array, jax.Array]]
+Pages = tuple[jax.Array, jax.Array]  # of all layers, one after the other
 HOLES = 4  # for arrays of a kind: those of two steps, and those being freed
 
 
@@ -241,7 +241,7 @@ class Steps:
         mesh, replicated = self.arrays.mesh, PartitionSpec()
         base, bank = self.arrays.specs()
         if with_pages:
-            pages = page_specs(self.config, mesh, len(self.pages))
+            pages = page_specs(self.config, mesh)
             others = [pages, *[replicated] * len(arguments[3:])]
             out = pages, replicated, replicated
         else:
@@ -288,39 +288,35 @@ def _name(function: Callable) -> str:
     return function.__name__
 
 
-def page_specs(config: ModelConfig, mesh: Mesh | None, layers: int):
+def page_specs(config: ModelConfig, mesh: Mesh | None) -> tuple[PartitionSpec, PartitionSpec]:
     """Key and value pages are split by head; latent pages are whole on every device."""
     if config.mla is None and axis_size(mesh, "tensor") > 1:
         spec = PartitionSpec(None, None, "tensor")
     else:
         spec = PartitionSpec()
-    return [(spec, spec)] * layers
+    return spec, spec
 
 
 def page_shapes(
     model: Decoder, config: ModelConfig, mesh: Mesh | None, *, pages: int, page_size: int, dtype
-) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-    """Shapes and shardings of the cache pages of every layer; the model may be abstract."""
-    specs = page_specs(config, mesh, config.num_layers)
-    result = []
-    for layer, layer_specs in zip(model.layers, specs, strict=True):
-        shapes = layer.self_attn.cache_shapes(config, axis_size(mesh, "tensor"))
-        result.append(
-            tuple(
-                jax.ShapeDtypeStruct(
-                    (pages, page_size, *shape),
-                    dtype,
-                    sharding=None if mesh is None else NamedSharding(mesh, spec),
-                )
-                for shape, spec in zip(shapes, layer_specs, strict=True)
-            )
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of the cache, with `pages` for each layer; the model may be abstract."""
+    (shapes,) = {
+        layer.self_attn.cache_shapes(config, axis_size(mesh, "tensor")) for layer in model.layers
+    }
+    return tuple(
+        jax.ShapeDtypeStruct(
+            (config.num_layers * pages, page_size, *shape),
+            dtype,
+            sharding=None if mesh is None else NamedSharding(mesh, spec),
         )
-    return result
+        for shape, spec in zip(shapes, page_specs(config, mesh), strict=True)
+    )
 
 
 def allocate_pages(
     model: Decoder, config: ModelConfig, mesh: Mesh | None, *, pages: int, page_size: int, dtype
 ) -> Pages:
-    """Zeroed cache pages of every layer."""
+    """A zeroed cache."""
     shapes = page_shapes(model, config, mesh, pages=pages, page_size=page_size, dtype=dtype)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)

@@ -84,7 +84,9 @@ class Piece:
 
         graph, *states = nnx.split(module, is_factor, LoraParam, ...)
         self.factors, self._others = map(names, states[:2])
-        self._base, _ = jax.tree.flatten(states[2])
+        # A layer's number in its stacks, if it is in some, is an argument like its arrays.
+        states[2] = jax.tree.map(jnp.asarray, states[2])
+        self._base = jax.tree.leaves(states[2])
         trees = [jax.tree.structure(state) for state in states]
         paths = [tuple(path for path, _ in nnx.to_flat_state(state)) for state in states]
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(states))

@@ -22,6 +22,7 @@ from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots, classes_of, slot_counts
 from pallas_kernels.implementation import implementation_module, platform_implementation
+from pallas_kernels.layered import without_layers
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "mosaic_tpu")
 
@@ -60,7 +61,8 @@ def grouped_lora_matmul(
     Args:
       x: rows, float32 or bfloat16 (float64 with x64 enabled). Where w has another type, "xla"
         multiplies in the wider one.
-      w: base weights with the input width last, as checkpoints store them.
+      w: base weights with the input width last, as checkpoints store them. They, and the arrays of
+        `lora`, may be `Layered`; such adapters have no gradients.
       group_sizes: rows of each group; their sum is at most M. None: M / G rows in every group
         (heads, or a dense layer).
       row_slots: adapter slot of each row, -1 for none. Needed if `lora` is given.
@@ -98,6 +100,7 @@ def grouped_lora_matmul(
     backend = choose_backend(implementation, x, w, lora, parts, out_dtype)
     if row_slots is None:
         row_slots = jnp.full(x.shape[0], -1, jnp.int32)
+    w, lora = in_backend_form(backend, (w, lora))
     tables = backend.tables(group_sizes, jnp.asarray(row_slots), w.shape[0])
     return differentiable.grouped_lora_matmul(
         backend, parts, gate, out_dtype, x, w, tables, lora, None
@@ -142,6 +145,11 @@ def choose_backend(
     return last
 
 
+def in_backend_form(backend: ModuleType, weights):
+    """Base weights and adapters, with copies of layers' parts where it cannot read these."""
+    return weights if backend.READS_LAYERS else without_layers(weights)
+
+
 def _module(implementation: str) -> ModuleType:
     return implementation_module("pallas_kernels.grouped_lora_matmul", implementation)
 
@@ -160,7 +168,7 @@ def lora_matmul(
     """`grouped_lora_matmul` for a dense layer: one group that owns every row."""
     return grouped_lora_matmul(
         x,
-        w[None],
+        w.reshape(1, *w.shape),
         None,
         row_slots,
         lora,

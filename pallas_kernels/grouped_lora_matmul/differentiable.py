@@ -4,6 +4,8 @@ A backend is a module (`xla`, `triton`, `mosaic_gpu`, `mosaic_tpu`) with these f
 which is differentiable by itself. Letters as in `api.py`; u is a backend's own array type for
 [M, R].
 
+    READS_LAYERS
+        Whether w, factors and scalings may be `Layered`, all of one layer.
     check(x, w, lora, parts, out_dtype=None)
         Raises NotImplementedError, naming the shapes, for what it cannot serve.
     tables(group_sizes, row_slots, groups) -> tables

@@ -47,6 +47,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
+from pallas_kernels.layered import layer_of, merged
 
 
 class Terms(NamedTuple):
@@ -77,7 +78,8 @@ def product_kernel(
     """Runs the kernel over the tiles of the table.
 
     Args:
-      x: [M, K]. w: [G, N, K] (contract 2) or [G, K, N] (contract 1).
+      x: [M, K]. w: [G, N, K] (contract 2) or [G, K, N] (contract 1). It and the factors may be
+        `Layered`.
       starts: the first output column of each term. firsts: the first slot of its factor; terms
         are class by class.
       out_dtype: x's, or float32 where there is no gate.
@@ -107,21 +109,24 @@ def product_kernel(
     )
     if layout.parts == 2:
         w = w.reshape(w.shape[0], 2, layout.width, w.shape[2])
-    lora = ()
+    lora, factors = (), ()
     if terms is not None:
-        lora = (
-            tables.place,
-            tables.run_end,
-            *layout.distinct_u(terms),
-            *terms.factors,
-        )
+        lora = tables.place, tables.run_end, *layout.distinct_u(terms)
+        factors = terms.factors
+    layer = layer_of(w, *factors)
+    layers = () if layer is None else (layer,)
+    w, *factors = (merged(its)[0] for its in (w, *factors))
     tiles = (tables.place,) if tables.tiles is None else tables.tiles
-    return kernel(*tiles, x, w, *lora)[:, : layout.width]
+    return kernel(*layers, *tiles, x, w, *lora, *factors)[:, : layout.width]
 
 
 def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, out, **scratch):
     s = layout.schedule
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    layer = jnp.int32(0)
+    if layout.layered:
+        layer_ref, *refs = refs
+        layer = layer_ref[0]
     if layout.single_rows:
         words, x, w, *lora, y = refs
         count = layout.rows
@@ -139,7 +144,7 @@ def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, out, 
         if s.consumers > 1:
             plgpu.set_max_registers(40, action="decrease")
 
-        memory = ProductMemory(layout, feed, stages, x, w, lora)
+        memory = ProductMemory(layout, feed, stages, x, w, lora, layer)
 
         def load(i, state):
             tile, step = state

@@ -20,6 +20,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     words_of_tile,
 )
 from pallas_kernels.hopper.memory import overlaid, two_views, views_of
+from pallas_kernels.layered import is_layered, merged
 
 K_STEP = 64  # columns of one block of a stage: 128 bytes, the widest swizzle
 
@@ -56,6 +57,11 @@ class ProductLayout:
         self.classes = rank_classes(tuple(dict.fromkeys(firsts)))
         self.ranks = () if terms is None else tuple(f.shape[2] for f in terms.factors)
         self.shared = () if terms is None else tuple(f.shape[1] == 1 for f in terms.factors)
+        # Groups and slots of a layer, where an array has those of many.
+        factors = () if terms is None else terms.factors
+        self.groups_of_layer = merged(w)[1]
+        self.slots_of_layer = tuple(merged(factor)[1] for factor in factors)
+        self.layered = any(map(is_layered, (w, *factors)))
         self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
         # Terms of one shrink are columns of one array: it is passed once, and described once.
         arrays = [] if terms is None else [id(u.array) for u in terms.u]

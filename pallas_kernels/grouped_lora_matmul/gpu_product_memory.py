@@ -18,15 +18,18 @@ class ProductMemory:
 
     Args:
       lora: the distinct arrays of u, then the factors.
+      layer: of W and of factors that have those of many layers.
     """
 
-    def __init__(self, layout: ProductLayout, feed: TileFeed, stages: Stages, x, w, lora):
+    def __init__(self, layout: ProductLayout, feed: TileFeed, stages: Stages, x, w, lora, layer):
         self.layout, self.schedule, self.feed, self.stages = layout, layout.schedule, feed, stages
         self.x, self.w = x, w
+        self.first_group = layer * layout.groups_of_layer
         if layout.terms:
             arrays = lora[: -layout.terms]
             self.u = [arrays[number] for number in layout.u_array]
             self.factors = lora[-layout.terms :]
+            self.first_slots = [layer * count for count in layout.slots_of_layer]
 
     def load_tile(self, tile: Tile, step):
         depth = self.schedule.depth
@@ -89,12 +92,12 @@ class ProductMemory:
         barrier = self.stages.full.at[stage]
 
         def source(part, feature, count):
-            features = pl.ds(tile.feature + feature, count)
+            group, features = self.first_group + tile.group, pl.ds(tile.feature + feature, count)
             if layout.contract == 1:
-                return self.w.at[tile.group, columns, features]
+                return self.w.at[group, columns, features]
             if layout.parts == 1:
-                return self.w.at[tile.group, features, columns]
-            return self.w.at[tile.group, part, features, columns]
+                return self.w.at[group, features, columns]
+            return self.w.at[group, part, features, columns]
 
         if layout.w_copies > 1:
             for block in range(layout.w_copies):
@@ -140,7 +143,7 @@ class ProductMemory:
                 column = tile.feature - (0 if layout.gate is not None else layout.starts[term])
                 plgpu.copy_gmem_to_smem(
                     self.factors[term].at[
-                        its.rank_class.own(slot),
+                        self.first_slots[term] + its.rank_class.own(slot),
                         group,
                         pl.ds(first_rank, layout.rank_step),
                         pl.ds(column, self.schedule.features),

@@ -35,6 +35,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 )
 from pallas_kernels.hopper.memory import overlaid, two_views, views_of
 from pallas_kernels.hopper.store import store_rows
+from pallas_kernels.layered import is_layered, layer_of, merged
 
 
 @functools.partial(
@@ -70,7 +71,7 @@ def shrink_kernel(
 
     Args:
       x: [M, K]. factors: [S, G or 1, R, width] each, those of all parts class by class.
-        scalings: float32 [S or more, G or 1] each.
+        scalings: float32 [S, G or 1] each. Both may be `Layered`.
       firsts: the first slot of each class.
       starts: the first column of x of each part, which has as many as its factors are wide.
 
@@ -94,13 +95,16 @@ def shrink_kernel(
         ),
         kernel_name=layout.name(),
     )
+    layer = layer_of(*factors, *scalings)
+    layers = () if layer is None else (layer,)
     u = kernel(
+        *layers,
         x,
         tables.place,
         tables.run_end,
         *tables.pieces,
-        *factors,
-        *(s.reshape(-1) for s in scalings),
+        *(merged(factor)[0] for factor in factors),
+        *(merged(scaling.reshape(-1))[0] for scaling in scalings),
     )
     ranks = (factor.shape[2] for factor in factors)
     return tuple(
@@ -147,6 +151,10 @@ class _Layout:
         self.ranks = widest_ranks(factors, len(firsts))
         self.groups = tuple(factor.shape[1] for factor in factors)
         self.scaling_groups = tuple(s.shape[1] for s in scalings)
+        # Slots, and scalings, of a layer, where an array has those of many.
+        self.slots_of_layer = tuple(merged(factor)[1] for factor in factors)
+        self.scalings_of_layer = tuple(merged(s.reshape(-1))[1] for s in scalings)
+        self.layered = any(map(is_layered, (*factors, *scalings)))
         # Where the ranks of a part are among those that a unit multiplies.
         self.first, self.owned = packed_columns(self.ranks, schedule.rank_tile)
         if schedule.apart:
@@ -211,11 +219,16 @@ class _Run(NamedTuple):
     rows: jax.Array
 
 
-def _body(layout: _Layout, x, place, run_end, piece_count, piece_row, *refs, **scratch):
+def _body(layout: _Layout, *refs, **scratch):
     s, terms = layout.schedule, layout.terms
+    layer = jnp.int32(0)
+    if layout.layered:
+        layer_ref, *refs = refs
+        layer = layer_ref[0]
+    x, place, run_end, piece_count, piece_row, *refs = refs
     factors, scalings, u = refs[:terms], refs[terms : 2 * terms], refs[-1]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    kernel = _Kernel(layout, x, factors, scalings, u, **scratch)
+    kernel = _Kernel(layout, layer, x, factors, scalings, u, **scratch)
     if s.block is None:
         count = piece_count[piece_count.shape[0] - 1]
         for_runs = functools.partial(_for_pieces, layout, program, count, place, run_end, piece_row)
@@ -301,8 +314,10 @@ def _units_of_program(units, program, programs: int):
 class _Kernel:
     """The two roles of a program, over the kernel's references."""
 
-    def __init__(self, layout, x, factors, scalings, u, x_stage, a_stage, out, full, empty):
+    def __init__(self, layout, layer, x, factors, scalings, u, x_stage, a_stage, out, full, empty):
         self.layout, self.schedule = layout, layout.schedule
+        self.first_slots = [layer * count for count in layout.slots_of_layer]
+        self.first_scalings = [layer * count for count in layout.scalings_of_layer]
         self.x, self.factors, self.scalings, self.u = x, factors, scalings, u
         ((self.x_load, self.x_tiles),) = views_of(x_stage, 2, interpreted=layout.interpreted)
         ((self.a_load, self.a_tiles),) = views_of(a_stage, 2, interpreted=layout.interpreted)
@@ -350,7 +365,9 @@ class _Kernel:
             ranks = pl.ds(0, layout.owned[part])
             place = pl.ds(layout.first[part] - 64 * span.low, layout.owned[part])
             plgpu.copy_gmem_to_smem(
-                self.factors[term].at[slot, group, ranks, pl.ds(column, 64)],
+                self.factors[term].at[
+                    self.first_slots[term] + slot, group, ranks, pl.ds(column, 64)
+                ],
                 self.a_load.at[stage, block, place],
                 barrier,
             )
@@ -434,7 +451,7 @@ class _Kernel:
         for its, term in self.layout.terms_of(part):
             groups = self.layout.scaling_groups[term]
             place = its.some(run.slot) * groups + (run.group if groups > 1 else 0)
-            value = self.scalings[term][place]
+            value = self.scalings[term][self.first_scalings[term] + place]
             found = value if found is None else its.select(run.slot, value, found)
         return found
 

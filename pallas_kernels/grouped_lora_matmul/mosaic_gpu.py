@@ -22,6 +22,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel, widest_
 from pallas_kernels.grouped_lora_matmul.lora import classes_of
 from pallas_kernels.routing_plan.api import local_groups
 
+READS_LAYERS = True
 MAX_RANK = 128
 MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
 
@@ -156,4 +157,6 @@ def _one_array(lefts):
 
 def _whole_ranks(factor: jax.Array) -> jax.Array:
     """Ranks that are not multiples of 8, the tensor core's unit, are padded: a copy."""
-    return jnp.pad(factor, ((0, 0), (0, 0), (0, -factor.shape[2] % 8), (0, 0)))
+    if factor.shape[2] % 8 == 0:
+        return factor
+    return jnp.pad(jnp.asarray(factor), ((0, 0), (0, 0), (0, -factor.shape[2] % 8), (0, 0)))

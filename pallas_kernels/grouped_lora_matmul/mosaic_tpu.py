@@ -26,6 +26,7 @@ from pallas_kernels.grouped_lora_matmul.tpu_tasks import (
 )
 from pallas_kernels.routing_plan.api import routing_plan
 
+READS_LAYERS = False
 DTYPES = (jnp.bfloat16, jnp.float32)
 
 

@@ -34,6 +34,7 @@ class Tile(NamedTuple):
     depth: int
 
 
+READS_LAYERS = False
 LOW, TALL = Tile(16, 16, 128), Tile(32, 64, 32)
 MOST_LOW = 512  # tiles: with more, low ones take longer than tall ones
 SHRINK_DEPTH = 256

@@ -12,6 +12,7 @@ from types import ModuleType
 import jax
 
 from pallas_kernels.head_rotation import xla
+from pallas_kernels.layered import is_layered, without_layers
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -32,16 +33,17 @@ def _forward(backend, eps, *arguments):
 def _backward(backend, eps, arguments, gradients):
     heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view = arguments
 
-    def plain(q_weight, k_weight, k_pages, v_pages):
-        return xla.rotate_and_cache(
-            heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps
-        )
+    def plain(weights, *pages):
+        return xla.rotate_and_cache(heads, *weights, cos, sin, *pages, view, eps)
 
     # `jit` drops what nobody asks for, of this as a rule all.
-    _, pullback = jax.vjp(plain, q_weight, k_weight, k_pages, v_pages)
-    dq_weight, dk_weight, dk_pages, dv_pages = pullback(gradients)
+    weights = without_layers((q_weight, k_weight))
+    _, pullback = jax.vjp(plain, weights, k_pages, v_pages)
+    dweights, dk_pages, dv_pages = pullback(gradients)
+    if is_layered(q_weight):
+        dweights = None, None
     dheads = backend.head_gradients(heads, q_weight, k_weight, cos, sin, *gradients, view, eps)
-    return dheads, dq_weight, dk_weight, None, None, dk_pages, dv_pages, None
+    return dheads, *dweights, None, None, dk_pages, dv_pages, None
 
 
 rotate_and_cache.defvjp(_forward, _backward)

@@ -11,11 +11,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.layered import is_layered, layer_of
+
 
 def rotate_and_cache(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps):
     tokens, count, width = heads.shape
     q_heads = count - 2 * k_pages.shape[2]
-    weights = (weight.astype(heads.dtype) for weight in (q_weight, k_weight))
+    layer, weights = _weights(heads, q_weight, k_weight)
     call = pl.pallas_call(
         functools.partial(_kernel, q_heads, eps),
         out_shape=(
@@ -24,16 +26,16 @@ def rotate_and_cache(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view
             jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
         ),
         grid=(tokens,),
-        input_output_aliases={8: 1, 9: 2},
+        input_output_aliases={9: 1, 10: 2},
         compiler_params=plgpu.CompilerParams(num_warps=4),
         interpret=jax.default_backend() == "cpu",
         name="rotate_and_cache",
     )
-    return call(heads, *weights, cos, sin, *view, k_pages, v_pages)
+    return call(layer, heads, *weights, cos, sin, *view, k_pages, v_pages)
 
 
 def head_gradients(heads, q_weight, k_weight, cos, sin, dq, dk_pages, dv_pages, view, eps):
-    weights = (weight.astype(heads.dtype) for weight in (q_weight, k_weight))
+    layer, weights = _weights(heads, q_weight, k_weight)
     call = pl.pallas_call(
         functools.partial(_gradient_kernel, eps),
         out_shape=jax.ShapeDtypeStruct(heads.shape, heads.dtype),
@@ -42,12 +44,21 @@ def head_gradients(heads, q_weight, k_weight, cos, sin, dq, dk_pages, dv_pages, 
         interpret=jax.default_backend() == "cpu",
         name="head_gradients",
     )
-    return call(heads, *weights, cos, sin, *view, dq, dk_pages, dv_pages)
+    return call(layer, heads, *weights, cos, sin, *view, dq, dk_pages, dv_pages)
+
+
+def _weights(heads, *weights):
+    """Where both are, and arrays [layers, width]: a weight alone is that of a layer of one."""
+    layer = layer_of(*weights)
+    layer = jnp.zeros(1, jnp.int32) if layer is None else layer
+    weights = [its.astype(heads.dtype) for its in weights]
+    return layer, [its.stack if is_layered(its) else its[None] for its in weights]
 
 
 class _Inputs(NamedTuple):
     """References that both kernels begin with, see `rotate_and_cache`."""
 
+    layer: jax.Array
     heads: jax.Array
     q_weight: jax.Array
     k_weight: jax.Array
@@ -68,6 +79,7 @@ class _Token:
 
     def __init__(self, inputs: _Inputs, pages):
         self.number = token = pl.program_id(0)
+        self.layer = inputs.layer[0]
         page_size, _, width = pages.shape[1:]
         self.halves = [pl.ds(start, width // 2) for start in (0, width // 2)]
         self.cosines, self.sines = inputs.cos[token][None], inputs.sin[token][None]
@@ -88,6 +100,13 @@ class _Token:
         place = (self.number,) if place is None else place
         for half, its in zip(self.halves, values, strict=True):
             plgpu.store(ref.at[*place, block, half], its.astype(ref.dtype), mask=mask)
+
+    def weighted(self, halves, weight):
+        """Halves of heads rounded to the weight's dtype, times it, in float32."""
+        return [
+            (half.astype(weight.dtype) * weight[self.layer, columns][None]).astype(jnp.float32)
+            for half, columns in zip(halves, self.halves, strict=True)
+        ]
 
     def normed(self, ref, block, eps):
         """Both halves of heads divided by their root mean square, in float32, and that inverse."""
@@ -124,10 +143,7 @@ def _kernel(q_heads, eps, *refs):
 
     def rotated(block, weight):
         normed, _ = token.normed(heads, block, eps)
-        one, other = (
-            (half.astype(heads.dtype) * weight[columns][None]).astype(jnp.float32)
-            for half, columns in zip(normed, token.halves, strict=True)
-        )
+        one, other = token.weighted(normed, weight)
         return (
             one * token.cosines - other * token.sines,
             other * token.cosines + one * token.sines,
@@ -153,10 +169,7 @@ def _gradient_kernel(eps, *refs):
             one * token.cosines + other * token.sines,
             other * token.cosines - one * token.sines,
         )
-        dnormed = [
-            (half.astype(heads.dtype) * weight[columns][None]).astype(jnp.float32)
-            for half, columns in zip(back, token.halves, strict=True)
-        ]
+        dnormed = token.weighted(back, weight)
         normed, inverse = token.normed(heads, block, eps)
         along = _mean(dnormed, normed)
         return [inverse * (its - half * along) for its, half in zip(dnormed, normed, strict=True)]

@@ -16,7 +16,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.grouped_lora_matmul import differentiable
-from pallas_kernels.grouped_lora_matmul.api import check_call, check_slots, choose_backend
+from pallas_kernels.grouped_lora_matmul.api import (
+    check_call,
+    check_slots,
+    choose_backend,
+    in_backend_form,
+)
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Slots, slot_counts, terms_of_parts
 from pallas_kernels.kept import map_once
@@ -50,7 +55,7 @@ def moe_mlp(
       experts: chosen experts of each token, counted over all devices.
       weights: what each choice counts.
       token_slots: adapter slot of each token, -1 for none.
-      gate_up: `[E, 2 I, H]`, gate first. down: `[E, H, I]`.
+      gate_up: `[E, 2 I, H]`, gate first. down: `[E, H, I]`. Both, and adapters, may be `Layered`.
       lora_gate, lora_up: adapters `[S, E or 1, R, H]` and `[S, E or 1, R, I]`; where A is shared
         by all experts, x·Aᵀ is computed once for each token.
       lora_down: adapters `[S, E or 1, R, I]` and `[S, E or 1, R, H]`; where B is shared, it
@@ -85,6 +90,7 @@ def moe_mlp(
         check_call(rows, w, sizes, slots, lora, widths)
     check_slots((*into, lora_down), "lora_gate, lora_up and lora_down")
     backend = _common_backend(implementation, calls)
+    gate_up, down, into, lora_down = in_backend_form(backend, (gate_up, down, into, lora_down))
     slots = max(sum(slot_counts(entry)) for entry in (*into, lora_down))
     if not slots:
         token_slots = jnp.full_like(token_slots, -1)

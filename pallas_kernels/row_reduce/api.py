@@ -43,7 +43,7 @@ def rms_norm(
 ) -> Float[Array, "*rows features"]:
     """x / rms(x) in float32, cast back to x's dtype, times the weight in x's dtype.
 
-    Args and errors: see `row_sum`.
+    A `Layered` weight has no gradient. Args and errors: see `row_sum`.
     """
     rows = x.reshape(-1, x.shape[-1])
     weight = weight.astype(x.dtype)

@@ -5,7 +5,7 @@ A backend is a module (`xla`, `triton`) with `row_sum`, `rms_norm`, `add_norm`, 
     norm_gradient(x, weight, dy, eps, more=None)
         The gradient of x [rows, features] from that of it normed, in x's dtype; plus more.
 
-None of them is differentiable by itself.
+None of them is differentiable by itself. Weights may be `Layered`, which are frozen.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.layered import is_layered
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -51,6 +53,8 @@ def _rms_norm_backward(backend, eps, saved, dy):
 
 
 def _weight_gradient(backend, eps, x, weight, dy):
+    if is_layered(weight):
+        return None
     wide = x.astype(jnp.float32)
     inverse = lax.rsqrt(backend.row_sum(wide * wide) / x.shape[1] + eps)
     dweight = jnp.sum(dy.astype(jnp.float32) * (wide * inverse), axis=0)

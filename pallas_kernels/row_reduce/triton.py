@@ -7,12 +7,15 @@ number of rows. Triton's blocks are powers of two; what lies past a row's end is
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.layered import is_layered, layer_of
 
 WIDEST = 8192  # features that a program has at once
 BLOCK = 2048  # values of a program, where rows are short: several share it
@@ -152,9 +155,9 @@ class _Tile:
     def load(self, ref, chunk, other):
         return plgpu.load(ref.at[:, self._columns(chunk)], mask=self._mask(chunk), other=other)
 
-    def load_features(self, ref, chunk):
-        columns = self._columns(chunk)
-        return plgpu.load(ref.at[columns], mask=self._inside(chunk)[0], other=0)[None]
+    def load_features(self, weight, chunk):
+        columns = chunk * self.width + lax.broadcasted_iota(jnp.int32, (1, self.width), 1)
+        return plgpu.load(weight.at(columns), mask=self._inside(chunk), other=0)
 
     def store(self, ref, chunk, values):
         plgpu.store(ref.at[:, self._columns(chunk)], values, mask=self._mask(chunk))
@@ -177,13 +180,32 @@ class _Tile:
         return self._inside(chunk) & self._real_rows()
 
 
+class _Weight(NamedTuple):
+    """A weight [features]: an array, or a layer's part of one."""
+
+    array: jax.Array
+    layer: tuple[jax.Array, ...]
+
+    def at(self, columns):
+        return self.array.at[*self.layer, columns]
+
+
 def _call(name: str, kernel, out_shapes, rows, *weights):
-    """Runs a kernel on arrays [rows, features] of one shape and dtype, which the results have."""
+    """Runs a kernel on arrays [rows, features] of one shape and dtype, which the results have.
+
+    Weights [features] may be `Layered`.
+    """
     shape, dtype = rows[0].shape, rows[0].dtype
-    tile = _Tile(*shape)
+    tile, arrays = _Tile(*shape), []
+    for weight in weights:
+        arrays += [weight.stack, layer_of(weight)] if is_layered(weight) else [weight]
 
     def body(*refs):
-        kernel(_Tile(*shape, pl.program_id(0)), *refs)
+        inputs, outputs = refs[: len(rows) + len(arrays)], refs[len(rows) + len(arrays) :]
+        rest, found = iter(inputs[len(rows) :]), []
+        for weight in weights:
+            found.append(_Weight(next(rest), (next(rest)[0],) if is_layered(weight) else ()))
+        kernel(_Tile(*shape, pl.program_id(0)), *inputs[: len(rows)], *found, *outputs)
 
     wide = tile.chunks * tile.width
 
@@ -196,11 +218,11 @@ def _call(name: str, kernel, out_shapes, rows, *weights):
         grid=(pl.cdiv(tile.rows, tile.height),),
         in_specs=[
             *[blocks(wide) for _ in rows],
-            *[pl.BlockSpec((wide,), lambda i: (0,)) for _ in weights],
+            *[pl.BlockSpec(its.shape, lambda i, its=its: (0,) * its.ndim) for its in arrays],
         ],
         out_specs=[blocks(1 if its[1] == 1 else wide) for its in out_shapes],
         compiler_params=plgpu.CompilerParams(num_warps=4 if tile.width <= BLOCK else 8),
         interpret=jax.default_backend() == "cpu",
         name=name,
     )
-    return call(*rows, *weights)
+    return call(*rows, *arrays)

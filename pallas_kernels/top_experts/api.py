@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementation import check_known, implementation_module
@@ -42,6 +43,7 @@ def top_experts(
     Raises:
       NotImplementedError: there is no such implementation.
     """
+    bias = None if bias is None else jnp.asarray(bias)
     return differentiable.top_experts(_backend(implementation), top_k, scoring, logits, bias)
 
 

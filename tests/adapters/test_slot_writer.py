@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lora_moe_jax import AdapterError
 from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair, Projection
 from lora_moe_jax.adapters.bank import (
-    ALIGNMENT,
     Bank,
     KvBLora,
     Place,
@@ -36,8 +35,9 @@ ALL = (LINEAR, EXPERTS, SHARED, KV_B, NEXT)
 
 
 def bank(dtype: str, joined: bool, ranks: tuple[int, ...] = (RANK,)) -> Bank:
-    """Slots of each rank."""
-    return Bank([entries(dtype, rank) for rank in ranks], joined=joined)
+    """Slots of each rank; LINEAR and NEXT in one array, or each in its own."""
+    kinds = {LINEAR.name: "linear", NEXT.name: "linear"} if joined else {}
+    return Bank([entries(dtype, rank) for rank in ranks], kinds)
 
 
 def entries(dtype: str, rank: int) -> dict[str, SlotEntry]:
@@ -135,7 +135,7 @@ def test_alike_projections_lie_in_one_array():
     assert len(together.stacks) == len(ALL) - 1
     joined = together.stacks[LINEAR.name]
     assert joined.a.shape == (2, SLOTS, 1, RANK, 6)
-    assert joined.scaling[0].nbytes == ALIGNMENT
+    assert joined.scaling.shape == (2, SLOTS, 1)
     assert (together.slots, together.rank) == (apart.slots, apart.rank) == (SLOTS, RANK)
 
 

@@ -27,6 +27,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     shrink_schedule,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
+from pallas_kernels.layered import Layered
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.product_cases import ProductSizes, Term
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
@@ -87,6 +88,7 @@ class ProductCase(ProductSizes):
     """A product in whole multiples of 64; `cut` replaces parts of its schedule.
 
     `firsts` are the first slots of rank classes: `run` takes the factors of each, class by class.
+    With `layered` W and the factors are of one of several layers, the others' are NaN.
     """
 
     groups: int = 4
@@ -94,6 +96,7 @@ class ProductCase(ProductSizes):
     firsts: tuple[int, ...] = (0,)
     out_dtype: str = "bfloat16"
     cut: tuple[tuple[str, object], ...] = ()
+    layered: bool = False
 
     @functools.cached_property
     def compiled(self):
@@ -161,6 +164,8 @@ class ProductCase(ProductSizes):
     def run(self, x, w, group_sizes, row_slots, u, factors):
         tables = tables_of(self.groups)(group_sizes, row_slots)
         u = self.packed(u) if self.terms else ()
+        if self.layered:
+            w, factors = in_layers((w, factors))
         return interpret(self.compiled, tables, x, w, u, factors)
 
     def expect(self, *arguments):
@@ -186,6 +191,7 @@ class ShrinkCase:
     as_of: int | None = None
     firsts: tuple[int, ...] = (0,)
     stages: int = 2
+    layered: bool = False
 
     @functools.cached_property
     def schedule(self):
@@ -237,6 +243,8 @@ class ShrinkCase:
         tables = tables_of(self.groups)(group_sizes, row_slots)
         if self.schedule.block is None:
             tables = dataclasses.replace(tables, pieces=pieces_of(tables))
+        if self.layered:
+            factors, scalings = in_layers((factors, scalings))
         u = interpret(self.compiled, x, tables, factors, scalings)
         _, owned = packed_columns(self.ranks, self.schedule.rank_tile)
         parts = u[: len(owned)]
@@ -249,6 +257,17 @@ class ShrinkCase:
         starts = tuple(start for start, _ in self.columns)
         x, group_sizes, row_slots, factors, scalings = arguments
         return definition.shrink(x, group_sizes, row_slots, factors, starts, scalings)
+
+
+def in_layers(arrays, layer=1, layers=3):
+    """The arrays as those of one layer, where the others' are NaN."""
+
+    def of(array):
+        stack = np.full((layers, *array.shape), np.nan, array.dtype)
+        stack[layer] = array
+        return Layered(stack, np.int32(layer))
+
+    return jax.tree.map(of, arrays)
 
 
 def pieces_of(tables):

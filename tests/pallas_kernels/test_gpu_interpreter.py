@@ -38,6 +38,9 @@ PRODUCTS = {
     "two parts": ProductCase(20, 128, 192, (Term(0, 128, 24), Term(128, 64, 8, shared=True))),
     "gated": ProductCase(20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8)), gate=Gate()),
     "backward": ProductCase(20, 128, 128, (Term(0, 128, 40), Term(0, 128, 8)), contract=1),
+    "a layer of several": ProductCase(
+        20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8, shared=True)), gate=Gate(), layered=True
+    ),
 }
 SLOW_PRODUCTS = {
     "float32": ProductCase(20, 128, 192, (Term(0, 192, 24),), out_dtype="float32"),
@@ -67,6 +70,7 @@ SHRINKS = {
     "blocks of rows": ShrinkCase(20, 192, (8, 24), shared=(False, True), as_of=300),
     "pieces of runs": ShrinkCase(40, 192, (40, 16), as_of=10_000),
     "columns of their own": ShrinkCase(40, 320, (40, 16), ((0, 128), (128, 192)), as_of=10_000),
+    "a layer of several": ShrinkCase(20, 192, (8, 24), shared=(False, True), layered=True),
 }
 SLOW_SHRINKS = {
     "some columns": ShrinkCase(20, 320, (80,), ((64, 128),)),

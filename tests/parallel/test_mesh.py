@@ -75,7 +75,7 @@ def test_weights_and_cache_are_split():
     experts = engine.bank.arrays["model.layers.0.mlp.experts.gate_proj"]
     assert experts.a.sharding.shard_shape(experts.a.shape)[1] == experts.a.shape[1] // 2
     assert experts.b.sharding.shard_shape(experts.b.shape)[3] == experts.b.shape[3] // 2
-    keys, _ = engine._runner.steps.pages[0]
+    keys, _ = engine._runner.steps.pages
     assert keys.sharding.shard_shape(keys.shape)[2] == keys.shape[2] // 2
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lora_moe_jax import Engine, Trainer, read_adapter
-from lora_moe_jax.serving import model_arrays
+from lora_moe_jax.models import build
 from tests.adapters.tables import GOLDEN
 from tests.serving.helpers import constant_adapter, load_golden, probe, prompts
 from tests.training.conftest import BUCKETS, ENGINE
@@ -27,7 +27,7 @@ def family(request) -> str:
 @pytest.fixture(scope="module")
 def classes(family) -> tuple[Engine, Trainer]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_arrays, "reads_slices_in_place", lambda: True)
+        patch.setattr(build, "stacks_layers", lambda dtype: True)
         options = ENGINE | {"max_rank": CLASSES}
         engine = Engine.from_pretrained(GOLDEN / family / "base", dtype="float32", **options)
     trainer = Trainer(engine, token_buckets=BUCKETS)

@@ -1,0 +1,114 @@
+"""A loop in which nothing is computed twice: what no turn changes is computed before the first.
+
+XLA leaves most of it in the loop. A decoder's layers all look up the same angles and lay out the
+same rows, in many small kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+
+
+class _Value:
+    """A variable of the loop's body.
+
+    Attributes:
+      outside: its value where no turn changes it.
+      constant: whether nothing but numbers goes into it. Such a value is made again in every turn,
+        where the compiler puts it into what uses it: outside it might be an array to be read.
+    """
+
+    def __init__(self, outside=None, constant: bool = False):
+        self.outside, self.constant = outside, constant
+
+
+class _Step(NamedTuple):
+    """An operation that every turn repeats."""
+
+    eqn: JaxprEqn
+    inputs: list[_Value]
+    outputs: list[_Value]
+
+
+def hoisted_loop(count: int, turn: Callable, carry):
+    """`lax.scan` of turn(i, carry) -> carry, result for i from 0 to count - 1.
+
+    Not differentiable, as functions' own gradients are lost.
+    """
+    index = jnp.int32(0)
+    closed, shape = jax.make_jaxpr(turn, return_shape=True)(index, carry)
+    inputs = [_Value() for _ in closed.jaxpr.invars]
+    steps: list[_Step] = []
+    outputs = _flatten(closed, inputs, steps)
+    tree = jax.tree.structure(shape)
+
+    def body(state, _):
+        values = dict(zip(inputs, jax.tree.leaves(state), strict=True))
+        for step in steps:
+            found = _evaluate(step.eqn, [_read(values, its) for its in step.inputs])
+            values.update(zip(step.outputs, found, strict=True))
+        carry, result = jax.tree.unflatten(tree, [_read(values, its) for its in outputs])
+        return (state[0] + 1, carry), result
+
+    (_, carry), results = lax.scan(body, (index, carry), length=count)
+    return carry, results
+
+
+def _read(values: dict[_Value, jax.Array], value: _Value):
+    return values[value] if value in values else value.outside
+
+
+def _flatten(closed: ClosedJaxpr, inputs: list[_Value], steps: list[_Step]) -> list[_Value]:
+    """Computes what it can of a function, and appends the other operations to the steps."""
+    consts = [_Value(const) for const in closed.consts]
+    jaxpr = closed.jaxpr
+    variables = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+    def value_of(atom) -> _Value:
+        return _Value(atom.val, True) if isinstance(atom, Literal) else variables[atom]
+
+    for eqn in jaxpr.eqns:
+        its = [value_of(atom) for atom in eqn.invars]
+        called = _called(eqn)
+        if called is not None:
+            outputs = _flatten(called, its, steps)
+        else:
+            outputs = _outputs(eqn, its, steps)
+        variables.update(zip(eqn.outvars, outputs, strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def _outputs(eqn: JaxprEqn, inputs: list[_Value], steps: list[_Step]) -> list[_Value]:
+    constant = all(its.constant for its in inputs)
+    if eqn.effects or any(its.outside is None for its in inputs):
+        outputs = [_Value() for _ in eqn.outvars]
+    else:
+        found = _evaluate(eqn, [its.outside for its in inputs])
+        outputs = [_Value(value, constant) for value in found]
+        if not constant:
+            return outputs
+    steps.append(_Step(eqn, inputs, outputs))
+    return outputs
+
+
+def _called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The function that an operation does nothing but call."""
+    if eqn.primitive.name not in INLINED:
+        return None
+    called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return ClosedJaxpr(called, ()) if isinstance(called, Jaxpr) else called
+
+
+def _evaluate(eqn: JaxprEqn, inputs: list) -> list:
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    found = eqn.primitive.bind(*functions, *inputs, **params)
+    return list(found) if eqn.primitive.multiple_results else [found]

@@ -1,0 +1,95 @@
+"""One layer's part of an array that holds many layers', read by kernels where it is.
+
+With such operands the layers of a model can be one loop: its body is compiled once, and nothing is
+copied, as kernels get the whole array and the layer's number. Whatever else is done with one takes
+a copy of the layer's part, as `jnp.asarray` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layered:
+    """`stack[layer]`, without taking it.
+
+    All that are given to one function together are of one layer: of the same number.
+
+    Attributes:
+      stack: `[layers, *shape]`.
+      layer: int32 scalar.
+    """
+
+    stack: jax.Array
+    layer: jax.Array | int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return self.stack.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """Of the part."""
+        return self.stack.ndim - 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the whole array."""
+        return self.stack.dtype
+
+    def reshape(self, *shape: int) -> Layered:
+        """The part in another shape."""
+        return Layered(self.stack.reshape(self.stack.shape[0], *shape), self.layer)
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> Layered | jax.Array:
+        """The part itself where it has the dtype."""
+        return self if self.dtype == dtype else jnp.asarray(self).astype(dtype)
+
+    def __getitem__(self, key):
+        if key is ...:
+            return self
+        return jnp.asarray(self)[key]
+
+    def __jax_array__(self) -> jax.Array:
+        return lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self.stack[self.layer], dtype, copy=copy)
+
+
+def is_layered(value) -> bool:
+    """For `jax.tree` functions that take each as a whole."""
+    return isinstance(value, Layered)
+
+
+def without_layers(tree):
+    """A tree with copies of the parts in place of what is `Layered`."""
+    take = lambda leaf: jnp.asarray(leaf) if is_layered(leaf) else leaf  # noqa: E731
+    return jax.tree.map(take, tree, is_leaf=is_layered)
+
+
+def layer_of(*arrays) -> jax.Array | None:
+    """The number, int32 [1], of those that are `Layered`; None if none is."""
+    for array in arrays:
+        if is_layered(array):
+            return jnp.asarray(array.layer, jnp.int32).reshape(1)
+    return None
+
+
+def merged(array):
+    """A part as rows of one array: (`[layers * n, ...]`, n). (array, 0) of one that has no layers.
+
+    The part's first row is `layer * n`.
+    """
+    if not is_layered(array):
+        return array, 0
+    count, *rest = array.shape
+    return array.stack.reshape(-1, *rest), count

@@ -1,0 +1,82 @@
+"""A loop that computes what no turn changes before its first turn."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from lora_moe_jax.models.hoisting import hoisted_loop
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, dy: (2 * dy,))
+table = jax.jit(lambda tokens: jnp.sin(tokens.astype(jnp.float32)))
+
+
+def turn(tokens):
+    """Of a carry of two arrays; the sine of the tokens is in a function of its own."""
+
+    def one(i, carry):
+        x, y = carry
+        x = x + doubled(table(tokens)) + jnp.zeros(3) + i
+        y = lax.cond(i > 1, jnp.cos, lambda y: y, y) * jnp.cumsum(tokens)
+        return (x, y), jnp.flip(x)
+
+    return one
+
+
+def looped(tokens, carry):
+    return hoisted_loop(4, turn(tokens), carry)
+
+
+def written_out(tokens, carry):
+    results = []
+    for i in range(4):
+        carry, result = turn(tokens)(jnp.int32(i), carry)
+        results.append(result)
+    return carry, jnp.stack(results)
+
+
+TOKENS, CARRY = jnp.arange(3), (jnp.ones(3), jnp.full(3, 0.5))
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda function: function])
+def test_computes_what_the_turns_written_out_do(wrap):
+    found, wanted = wrap(looped)(TOKENS, CARRY), written_out(TOKENS, CARRY)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_what_no_turn_changes_is_before_the_loop():
+    jaxpr = jax.make_jaxpr(looped)(TOKENS, CARRY).jaxpr
+    (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    outside = {eqn.primitive.name for eqn in jaxpr.eqns}
+    inside = {eqn.primitive.name for eqn in loop.params["jaxpr"].jaxpr.eqns}
+    assert {"sin", "cumsum", "convert_element_type"} <= outside
+    assert {"cond", "add", "rev"} <= inside and not {"sin", "cumsum"} & inside
+    # A constant is made where it is used, not read from memory.
+    assert "broadcast_in_dim" in inside
+
+
+def test_a_loop_within_a_loop():
+    def outer(tokens):
+        def one(i, x):
+            (x, _), _ = hoisted_loop(2, turn(tokens + i), (x, x))
+            return x, None
+
+        return hoisted_loop(2, one, jnp.ones(3))[0]
+
+    wanted = jnp.ones(3)
+    for i in range(2):
+        carry = wanted, wanted
+        for j in range(2):
+            carry, _ = turn(TOKENS + i)(jnp.int32(j), carry)
+        wanted = carry[0]
+    np.testing.assert_allclose(jax.jit(outer)(TOKENS), wanted, rtol=1e-6)

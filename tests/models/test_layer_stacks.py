@@ -1,0 +1,98 @@
+"""Models whose layers' weights lie in stacks: what lies where, and one loop for all."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lora_moe_jax.checkpoint.reader import Checkpoint
+from lora_moe_jax.config.reader import read_config
+from lora_moe_jax.layers.build import SlotConfig
+from lora_moe_jax.layers.cache import LayerCache
+from lora_moe_jax.models import build
+from lora_moe_jax.models.build import abstract_model, load_model, projections, random_model
+from lora_moe_jax.models.layer_loop import loops
+from lora_moe_jax.models.layer_stacks import layer_runs
+from lora_moe_jax.serving.model_arrays import ModelArrays
+from lora_moe_jax.serving.steps import page_shapes
+from pallas_kernels import PageView
+from pallas_kernels.layered import is_layered
+from tests.models.test_build import FAMILIES, GOLDEN
+
+TOKENS = jnp.array([3, 1, 4, 1, 5])
+
+
+@pytest.fixture
+def stacked(monkeypatch):
+    monkeypatch.setattr(build, "stacks_layers", lambda dtype: True)
+
+
+def load(family: str, slots: SlotConfig | None = None):
+    folder = GOLDEN / family / "base"
+    config = read_config(folder)
+    return load_model(Checkpoint.open(folder, config), config, dtype="float32", adapters=slots)
+
+
+@jax.jit
+def hidden(model):
+    """Of a short sequence, with a page of its cache written by each layer, and its experts."""
+    config, tokens = model.config, TOKENS.shape[0]
+    shapes = page_shapes(model, config, None, pages=2, page_size=8, dtype="float32")
+    pages = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+    view = PageView(jnp.zeros(tokens, jnp.int32), jnp.arange(tokens), jnp.array([[1]]))
+    slots = jnp.full(tokens, -1)
+    found, cache, choices = model(TOKENS, slots, LayerCache(*pages, view), routed=True)
+    return found, cache.first, cache.second, choices
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
+    apart = load(family)
+    request.getfixturevalue("stacked")
+    together = load(family)
+    runs = layer_runs(apart)
+    assert loops(together.layers) == runs and loops(apart.layers) == [
+        range(i, i + 1) for run in runs for i in run
+    ]
+    # No two layers of the small Qwen3-MoE that follow each other are alike.
+    assert (max(map(len, runs)) > 1) == (family != "qwen3_moe")
+    found, wanted = map(jax.tree.leaves, map(hidden, (together, apart)))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(
+        jax.tree.leaves(nnx.state(together), is_leaf=is_layered),
+        jax.tree.leaves(nnx.state(apart)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_only_layers_of_the_same_slots_are_a_loop(stacked):
+    """The middle layer has no slots for q_proj."""
+    config = read_config(GOLDEN / "qwen3/base")
+    names = projections(abstract_model(config, adapters=SlotConfig(1, 1)))
+    last = config.num_layers - 1
+    targets = frozenset(name for name in names if f"layers.{last}.self_attn.q_proj" not in name)
+    slots = SlotConfig(2, 4, "float32", targets)
+    model = random_model(config, dtype="float32", adapters=slots)
+    arrays = ModelArrays(model, config, None)
+    assert loops(model.layers, nnx.Param) == [range(last), range(last, config.num_layers)]
+    merged = arrays.merge(arrays.base, arrays.bank.stacks)
+    assert loops(merged.layers) == loops(model.layers, nnx.Param)
+    assert {name: place.index for name, place in arrays.bank.classes[4].places.items()} == {
+        name: int(name.split(".")[2]) if "layers" in name and f".{last}." not in name else 0
+        for name in targets
+    }
+
+
+def test_weights_are_passed_once(stacked):
+    model = load("deepseek_v3", SlotConfig(1, 2, "float32"))
+    arrays = ModelArrays(model, model.config, None)
+    state = jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=is_layered)
+    assert len(arrays.base) == len({id(its) for its in arrays.base}) < len(state)
+    assert sum(its.size for its in arrays.base) == sum(math.prod(its.shape) for its in state)
