@@ -104,7 +104,7 @@ class Replay:
 
 def _step(layout, arrays, base, bank, pages, last_tokens, packed):
     """A step's pages, last tokens and `chosen`, and int32 [layers, T, choices]."""
-    pages, last_tokens, (_, _, chosen), experts = routed_step(
+    pages, last_tokens, _, chosen, experts = routed_step(
         layout, arrays, base, bank, pages, last_tokens, packed
     )
     return pages, last_tokens, chosen, jnp.stack(experts)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+UNROLLED = 2  # turns; where one begins and ends is 3 % of a step of few tokens on an H200
 INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -58,7 +59,7 @@ def hoisted_loop(count: int, turn: Callable, carry):
         carry, result = jax.tree.unflatten(tree, [_read(values, its) for its in outputs])
         return (state[0] + 1, carry), result
 
-    (_, carry), results = lax.scan(body, (index, carry), length=count)
+    (_, carry), results = lax.scan(body, (index, carry), length=count, unroll=UNROLLED)
     return carry, results
 
 

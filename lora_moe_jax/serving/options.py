@@ -9,6 +9,7 @@ from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import ConfigError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
+from lora_moe_jax.models.layer_stacks import stacks_layers
 from lora_moe_jax.serving.queue_limit import check_limit
 from lora_moe_jax.serving.sampling_params import MAX_LOGPROBS
 
@@ -16,7 +17,7 @@ DTYPES = ("bfloat16", "float32")
 UPDATE_POLICIES = ("finish", "switch")
 DEFAULT_MAX_LENGTH = 1024
 DEFAULT_PREFILL_TOKENS = 128
-SMALLEST_BUCKET = 8
+BUCKET_UNIT = 8  # tokens
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class EngineOptions:
             max_length = min(DEFAULT_MAX_LENGTH, config.max_position)
         _check_size("max_length", max_length, maximum=config.max_position)
         if token_buckets is None:
-            generation = max(SMALLEST_BUCKET, sizes["max_requests"])
+            generation = max(BUCKET_UNIT, sizes["max_requests"])
             token_buckets = (generation, max(DEFAULT_PREFILL_TOKENS, generation))
         if not isinstance(token_buckets, list | tuple) or not token_buckets:
             raise ConfigError(
@@ -99,9 +100,7 @@ class EngineOptions:
             _check_size("token_buckets", size)
         # A token of every request that runs has room.
         _check_size("token_buckets", max(token_buckets), minimum=sizes["max_requests"])
-        buckets = tuple(
-            sorted({-(-size // SMALLEST_BUCKET) * SMALLEST_BUCKET for size in token_buckets})
-        )
+        buckets = tuple(sorted({_bucket(size, dtype) for size in token_buckets}))
         if prefill_chunk is None:
             prefill_chunk = buckets[-1]
         _check_size("prefill_chunk", prefill_chunk)
@@ -139,6 +138,17 @@ class EngineOptions:
             rank_classes=classes,
             **sizes,
         )
+
+
+def _bucket(size: int, dtype: str) -> int:
+    """The tokens of a step that is to have room for so many.
+
+    XLA gives the rows of a multiple of 8 the same bits, and those of fewer others. To Hopper
+    kernels the number means nothing, and fewer are faster.
+    """
+    if size < BUCKET_UNIT and stacks_layers(dtype):
+        return size
+    return -(-size // BUCKET_UNIT) * BUCKET_UNIT
 
 
 def rank_classes(

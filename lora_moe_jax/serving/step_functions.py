@@ -31,12 +31,12 @@ TopK = tuple[jax.Array, jax.Array]  # int32 ids [rows, K] and their logprobs, mo
 
 
 def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, results, packed):
-    """One step: (pages, last_tokens, (hidden, logits, chosen)), see `Results`.
+    """One step: (pages, last_tokens, (hidden, logits), chosen), see `Results`.
 
-    The results take the memory of earlier ones, which are given for that alone.
+    Hidden states and logits take the memory of earlier ones, which are given for that alone.
     """
     del results
-    return _step(layout, arrays, base, bank, pages, last_tokens, packed, routed=False)[:3]
+    return _step(layout, arrays, base, bank, pages, last_tokens, packed, routed=False)[:4]
 
 
 def routed_step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, packed):
@@ -49,7 +49,7 @@ def _step(layout, arrays, base, bank, pages, last_tokens, packed, routed: bool):
     model = arrays.merge(base, bank)
     pages, hidden, logits, choices = _forward(model, pages, last_tokens, inputs, routed)
     last_tokens, chosen = _choose(logits, inputs.rows, last_tokens, filters=False)
-    return pages, last_tokens, (hidden, logits, chosen[None]), choices
+    return pages, last_tokens, (hidden, logits), chosen[None], choices
 
 
 def decode(
@@ -60,13 +60,13 @@ def decode(
     bank,
     pages,
     last_tokens,
-    chosen,
     packed,
 ):
     """Several steps of a batch of one token for each row: (pages, last_tokens, chosen)."""
     inputs = layout.unpack(packed)
     model = arrays.merge(base, bank)
-    real = inputs.request >= 0
+    real, rows = inputs.request >= 0, last_tokens.shape[0]
+    chosen = jnp.zeros((steps, 2, rows), jnp.int32)
 
     def body(i, carry):
         pages, last_tokens, chosen = carry

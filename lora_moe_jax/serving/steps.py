@@ -4,17 +4,16 @@ What they do is in `step_functions.py`: one `step` for each size T of the flat b
 several steps in a loop on the device, and `filter`, `top` and `score`. With a mesh, each function
 runs under `shard_map`.
 
-All that a step reads and writes lies in one place for good: what the host sends is copied to where
-it lay before (`stage`), results go where an earlier step's were, and of those that are read after
-the next step has begun there is a copy (`copy`). For a GPU replays a step as one CUDA graph, and
-its host rewrites every node of which an operand has moved (measured: 12 ms for a whole step).
+What a step reads and writes lies in one place for good, and its results go where an earlier
+step's were: a GPU replays CUDA graphs, and its host rewrites every node of which an operand has
+moved. Only what the host sends, and the few numbers that it reads back, come and go.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -92,11 +91,9 @@ class Steps:
         self.layout = StepLayout(requests, pages_per_request)
         self.last_tokens = self._zeros((requests,), jnp.int32)
         self._logits = self._zeros((requests, config.vocab_size), jnp.float32)
-        self._chosen = {n: self._zeros((n, 2, requests), jnp.int32) for n in {1, decode_steps}}
-        self._hidden, self._packed = {}, {}
+        self._hidden = {}
         for size in token_buckets:
             self._hidden[size] = self._zeros((size, config.hidden_size), arrays.base[0].dtype)
-            self._packed[size] = self._zeros((self.layout.size(size),), jnp.int32)
         self.waited = 0.0
         self._lost = False
         self._compiled: dict[str, Any] = {}
@@ -116,9 +113,9 @@ class Steps:
             for size in sorted({requests, *token_buckets}):
                 logits = jax.ShapeDtypeStruct((size, config.vocab_size), jnp.float32)
                 jobs[f"top[{size}]"] = _Job(function, (logits,), ())
-        self._stage = {size: self._compile_copy(its, True) for size, its in self._packed.items()}
-        self._copy = {n: self._compile_copy(its, False) for n, its in self._chosen.items()}
-        self._fences = self._leave_holes()
+        self._fences = self._leave_holes(
+            [*(self.layout.size(size) for size in token_buckets), 2 * decode_steps * requests]
+        )
         # Kernels have threads of their own: a step's must not wait for other steps to end.
         with ThreadPoolExecutor() as kernels, ThreadPoolExecutor() as threads:
             # Tracing and lowering are Python, which threads would only slow down; compiling is not.
@@ -139,20 +136,17 @@ class Steps:
         size, steps = batch.size, batch.steps
         name = f"step[{size}]" if steps == 1 else f"decode[{size}] × {steps}"
         self._check_name(name)
-        packed = self._packed[size] = self._stage[size](batch.packed, self._packed[size])
-        kept, chosen = (self.pages, self.last_tokens), self._chosen[steps]
+        kept = self.pages, self.last_tokens
         if steps > 1:
-            self.pages, self.last_tokens, chosen = self._call(name, *kept, chosen, packed)
+            self.pages, self.last_tokens, chosen = self._call(name, *kept, batch.packed)
         else:
-            results = self._hidden[size], self._logits, chosen
-            self.pages, self.last_tokens, results = self._call(name, *kept, results, packed)
-            self._hidden[size], self._logits, chosen = results
-        self._chosen[steps] = chosen
+            results = self._hidden[size], self._logits
+            *kept, results, chosen = self._call(name, *kept, results, batch.packed)
+            self.pages, self.last_tokens = kept
+            self._hidden[size], self._logits = results
         if steps == 1 and batch.filters:
             rows = batch.packed[-self.layout.row_size :]
             self.last_tokens, chosen = self._call("filter", self._logits, self.last_tokens, rows)
-        else:
-            chosen = self._copy[steps](chosen)
         chosen.copy_to_host_async()
         top = self._top(self._logits) if batch.top else None
         return Results(self._hidden[size] if steps == 1 else None, chosen, top)
@@ -180,8 +174,7 @@ class Steps:
 
     def check(self) -> None:
         """After a failure: finds out whether the cache is still there. If not, later steps fail."""
-        places = self._packed, self._hidden, self._logits, self._chosen
-        kept = jax.tree.leaves((self.pages, self.last_tokens, places))
+        kept = jax.tree.leaves((self.pages, self.last_tokens, self._hidden, self._logits))
         self._lost = any(array.is_deleted() for array in kept)
         if not self._lost:
             try:
@@ -201,16 +194,18 @@ class Steps:
         if name not in self._compiled:
             raise LateCompileError(f"there is no step {name}; the engine has {self.names}")
 
+    def _packed(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.layout.size(size),), jnp.int32)
+
     def _step_job(self, size: int) -> _Job:
         function = functools.partial(step, self.layout)
-        results = self._hidden[size], self._logits, self._chosen[1]
-        inputs = self.pages, self.last_tokens, results, self._packed[size]
+        results = self._hidden[size], self._logits
+        inputs = self.pages, self.last_tokens, results, self._packed(size)
         return _Job(function, inputs, (2, 3, 4))
 
     def _decode_job(self, size: int, steps: int) -> _Job:
         function = functools.partial(decode, steps, self.layout)
-        inputs = self.pages, self.last_tokens, self._chosen[steps], self._packed[size]
-        return _Job(function, inputs, (2, 3, 4))
+        return _Job(function, (self.pages, self.last_tokens, self._packed(size)), (2, 3))
 
     def _lower(self, job: _Job, kernels: Executor) -> jax.stages.Lowered:
         """A job ready to be compiled; its kernels are being compiled then."""
@@ -225,17 +220,6 @@ class Steps:
         compile_kernels(lowered, kernels)
         return lowered
 
-    def _compile_copy(self, array: jax.Array, in_place: bool):
-        """Copies an array like this one; with `in_place` a second one says where to."""
-
-        def copy(new, *_):
-            return jnp.copy(new)
-
-        shape = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._replicated())
-        arguments = (shape, shape) if in_place else (shape,)
-        jitted = jax.jit(copy, donate_argnums=(1,) if in_place else (), keep_unused=True)
-        return jitted.lower(*arguments).compile()
-
     def _on_mesh(self, bound, arguments, with_pages: bool):
         """Splits weights, bank and pages as the mesh asks; everything else is replicated."""
         mesh, replicated = self.arrays.mesh, PartitionSpec()
@@ -243,7 +227,7 @@ class Steps:
         if with_pages:
             pages = page_specs(self.config, mesh)
             others = [pages, *[replicated] * len(arguments[3:])]
-            out = pages, replicated, replicated
+            out = pages, *[replicated] * (len(others) - 1)
         else:
             others, out = [replicated] * len(arguments[2:]), replicated
         mapped = jax.shard_map(
@@ -257,13 +241,12 @@ class Steps:
 
         return mapped, jax.tree.map(place, arguments)
 
-    def _leave_holes(self) -> list[jax.Array]:
+    def _leave_holes(self, sizes: Sequence[int]) -> list[jax.Array]:
         """Arrays with room between them for the small ones that come and go with every step.
 
         These would be cut from where a step's working memory was, and so move it.
         """
-        kinds = (*self._packed.values(), *self._chosen.values())
-        arrays = [self._zeros(its.shape, its.dtype) for its in kinds for _ in range(2 * HOLES)]
+        arrays = [self._zeros((size,), jnp.int32) for size in sizes for _ in range(2 * HOLES)]
         return jax.block_until_ready(arrays)[1::2]
 
     def _zeros(self, shape: tuple[int, ...], dtype) -> jax.Array:

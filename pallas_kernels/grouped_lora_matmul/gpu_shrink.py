@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -153,7 +154,7 @@ class _Layout:
         self.scaling_groups = tuple(s.shape[1] for s in scalings)
         # Slots, and scalings, of a layer, where an array has those of many.
         self.slots_of_layer = tuple(merged(factor)[1] for factor in factors)
-        self.scalings_of_layer = tuple(merged(s.reshape(-1))[1] for s in scalings)
+        self.scalings_of_layer = tuple(math.prod(s.shape) * is_layered(s) for s in scalings)
         self.layered = any(map(is_layered, (*factors, *scalings)))
         # Where the ranks of a part are among those that a unit multiplies.
         self.first, self.owned = packed_columns(self.ranks, schedule.rank_tile)
