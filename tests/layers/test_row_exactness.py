@@ -72,7 +72,11 @@ def results(dtype, start, stop):
 
 @pytest.mark.parametrize(
     "dtype, start, stop",
-    [("float32", 5, 6), ("float32", 3, 68), ("bfloat16", 5, 6)],
+    [
+        pytest.param("float32", 5, 6, marks=pytest.mark.slow),
+        ("float32", 3, 68),
+        ("bfloat16", 5, 6),
+    ],
 )
 def test_layers(dtype, start, stop):
     some, everything = results(dtype, start, stop), results(dtype, 0, ROWS)

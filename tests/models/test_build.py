@@ -70,6 +70,7 @@ def test_random_models_differ_by_seed():
     assert not np.array_equal(first.embed_tokens.weight[...], second.embed_tokens.weight[...])
 
 
+@pytest.mark.slow
 def test_loading_needs_little_host_memory(tmp_path):
     """Host buffers beyond the mapped file: at most twice the largest stacked expert group.
 

@@ -50,7 +50,9 @@ def hidden(model):
     return found, cache.first, cache.second, choices
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["qwen3", "deepseek_v3", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)]
+)
 def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
     apart = load(family)
     request.getfixturevalue("stacked")

@@ -97,8 +97,17 @@ def test_refusals_name_the_shapes():
         rotate_and_cache(*case, eps=EPS, implementation="cuda")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", [(8, 2, 16), (6, 3, 64), (1, 1, 128)])
+@pytest.mark.parametrize(
+    "sizes, dtype",
+    [
+        ((8, 2, 16), "float32"),
+        ((6, 3, 64), "bfloat16"),
+        pytest.param((8, 2, 16), "bfloat16", marks=pytest.mark.slow),
+        pytest.param((6, 3, 64), "float32", marks=pytest.mark.slow),
+        pytest.param((1, 1, 128), "float32", marks=pytest.mark.slow),
+        pytest.param((1, 1, 128), "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_heads(sizes, dtype):
     """Those of plain operations, in float32; of a padding token the query's alone."""
     *arrays, k_pages, v_pages, view = arguments(*sizes, dtype)

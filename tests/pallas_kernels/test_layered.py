@@ -64,7 +64,7 @@ def test_norms(implementation, features):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_rotation(implementation):
-    heads, *weights = arguments(6, 3, 16, "bfloat16")
+    heads, *weights = arguments(2, 1, 16, "bfloat16")
     weights, rest = weights[:2], weights[2:]
 
     @jax.jit

@@ -51,6 +51,7 @@ def test_training(command, capsys):
     assert capsys.readouterr().out.count("Training a whole model") == 2
 
 
+@pytest.mark.slow
 def test_mismatch(command, capsys):
     sizes = "--tokens 30 --requests 6 --prompt 80 --output 5 --adapters 2"
     generated, scored = command("mismatch", sizes)
