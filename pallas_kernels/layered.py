@@ -62,7 +62,7 @@ class Layered:
         return lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return np.asarray(self.stack[self.layer], dtype, copy=copy)
+        return np.asarray(self.stack[self.layer], dtype)
 
 
 def is_layered(value) -> bool:

@@ -244,9 +244,7 @@ def _check_pair(pair: Lora, groups: int, n: int, k: int):
         ("b", pair.b, (rank, n)),
         ("scaling", pair.scaling, ()),
     ):
-        more = name == "scaling" and array.ndim and array.shape[0] > slots
-        count = array.shape[0] if more else slots
-        if array.shape not in ((count, groups, *tail), (count, 1, *tail)):
+        if array.shape not in ((slots, groups, *tail), (slots, 1, *tail)):
             expected = (slots, f"{groups} or 1", *tail)
             raise ValueError(f"lora.{name} must be {expected}, got {array.shape}")
         if not jnp.issubdtype(array.dtype, jnp.floating):

@@ -193,10 +193,8 @@ def scaling_gradients(backend, terms, x, dy, tables):
         a, scaling = term.pair.a, term.pair.scaling
         # v may be wider than the rank; the trace ends there.
         v, exact = jnp.asarray(v), jnp.result_type(jnp.float32, x.dtype, a.dtype)
-        slots, (more, groups) = a.shape[0], scaling.shape
-        lefts, shape = ((u, _rank(term)),), (slots, groups)
-        (products,) = backend.outer(lefts, v, ((0, v.shape[1]),), tables, term.first, shape, exact)
-        of_slots = jnp.trace(products, axis1=2, axis2=3).astype(scaling.dtype)
-        return jnp.pad(of_slots, ((0, more - slots), (0, 0)))
+        lefts, spans = ((u, _rank(term)),), ((0, v.shape[1]),)
+        (products,) = backend.outer(lefts, v, spans, tables, term.first, scaling.shape, exact)
+        return jnp.trace(products, axis1=2, axis2=3).astype(scaling.dtype)
 
     return list(map(of_term, terms, u, v))

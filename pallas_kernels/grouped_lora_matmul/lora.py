@@ -15,13 +15,12 @@ class Lora(NamedTuple):
       a: `[S, G or 1, R, K]`. One matrix per slot and group, or one per slot for all groups
         (a shared outer factor). Rows at and past an adapter's own rank are zero.
       b: `[S, G or 1, R, N]`.
-      scaling: float32 `[S or more, G or 1]`, applied to x·Aᵀ and never folded into B. What it
-        has for more slots is not read.
+      scaling: float32 `[S, G or 1]`, applied to x·Aᵀ and never folded into B.
     """
 
     a: Float[Array, "slots a_groups rank k"]
     b: Float[Array, "slots b_groups rank n"]
-    scaling: Float[Array, "s_slots s_groups"]
+    scaling: Float[Array, "slots s_groups"]
 
 
 # Rank classes in order: slots are numbered through all of them.

@@ -89,28 +89,6 @@ def test_scaling_may_be_shared_while_the_factors_are_not(implementation):
     check(shape, make_case(shape, [10, 20, 5], np.arange(40) % 5 - 1), implementation)
 
 
-def test_scaling_may_have_room_for_more_slots(implementation):
-    """What is there is not read; of a gradient it is zero."""
-    shape = SHAPE.served_by(implementation)
-    case = make_case(shape, [20, 0, 40, 5, 3], np.arange(75) % 5 - 1)
-
-    def roomy(pair):
-        more = ((0, 3), (0, 0))
-        return pair._replace(scaling=jnp.pad(pair.scaling, more, constant_values=jnp.nan))
-
-    function = jitted(shape.widths, implementation)
-    expected = function(*case)
-    lora = tuple(pair and roomy(pair) for pair in case.lora)
-    assert np.array_equal(function(*case._replace(lora=lora)), expected)
-
-    def total(lora):
-        return function(*case._replace(lora=lora)).astype(jnp.float32).sum()
-
-    for pair in filter(None, jax.grad(total)(lora)):
-        assert np.isfinite(pair.scaling).all()
-        assert pair.scaling[: shape.slots].any() and not pair.scaling[shape.slots :].any()
-
-
 def test_a_dense_layer_is_one_group(implementation):
     shape = SHAPES["dense, everything a multiple"].served_by(implementation)
     case = make_case(shape, [64], np.arange(64) % 5 - 1)
