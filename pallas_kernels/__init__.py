@@ -9,6 +9,7 @@ from pallas_kernels.grouped_lora_matmul.api import grouped_lora_matmul, lora_mat
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots
 from pallas_kernels.head_rotation.api import rotate, rotate_and_cache
+from pallas_kernels.layered import Layered
 from pallas_kernels.moe_mlp.api import moe_mlp
 from pallas_kernels.paged_attention.api import (
     PageView,
@@ -23,6 +24,7 @@ from pallas_kernels.top_experts.xla import Scoring
 
 __all__ = [
     "Gate",
+    "Layered",
     "Lora",
     "PageView",
     "RoutingPlan",
