@@ -12,6 +12,7 @@ from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.layers.adapter_slots import LoraParam
 from lora_moe_jax.models.build import abstract_model, load_model
 from lora_moe_jax.serving import engine as engine_module
+from lora_moe_jax.serving import options as options_module
 from lora_moe_jax.serving import sizes
 from lora_moe_jax.serving.options import EngineOptions, slot_config
 from lora_moe_jax.serving.sizes import MemorySizes
@@ -29,6 +30,15 @@ def planned(family: str, mesh=None, targets=None, **changes):
     slots = slot_config(config, options, targets, False)
     model = abstract_model(config, dtype=options.dtype, adapters=slots, mesh=mesh)
     return config, options, slots, MemorySizes.of(model, options, mesh)
+
+
+def test_steps_of_few_tokens_are_multiples_of_eight_but_on_hopper(monkeypatch):
+    sizes = {"token_buckets": (1, 7, 9, 64, 60)}
+    assert planned("qwen3_moe", **sizes)[1].token_buckets == (8, 16, 64)
+    monkeypatch.setattr(options_module, "stacks_layers", lambda dtype: dtype == "bfloat16")
+    assert planned("qwen3_moe", **sizes)[1].token_buckets == (8, 16, 64)
+    on_hopper = planned("qwen3_moe", dtype="bfloat16", **sizes)[1]
+    assert on_hopper.token_buckets == (1, 7, 16, 64)
 
 
 def test_sizes_are_those_of_the_engine(engine):
