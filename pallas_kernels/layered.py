@@ -77,11 +77,18 @@ def without_layers(tree):
 
 
 def layer_of(*arrays) -> jax.Array | None:
-    """The number, int32 [1], of those that are `Layered`; None if none is."""
-    for array in arrays:
-        if is_layered(array):
-            return jnp.asarray(array.layer, jnp.int32).reshape(1)
-    return None
+    """The number, int32 [1], of those that are `Layered`; None if none is.
+
+    Raises:
+      ValueError: they are of different layers, as far as the numbers are known.
+    """
+    layers = [array.layer for array in arrays if is_layered(array)]
+    if not layers:
+        return None
+    known = {layer for layer in layers if isinstance(layer, int)}
+    if len(known) > 1:
+        raise ValueError(f"arrays of one call must be of one layer, got those of {sorted(known)}")
+    return jnp.asarray(layers[0], jnp.int32).reshape(1)
 
 
 def merged(array):

@@ -17,7 +17,8 @@ from pallas_kernels.layered import Layered, is_layered
 
 
 def loops(layers: Sequence[nnx.Module], of: type[nnx.Variable] = nnx.Variable) -> list[range]:
-    """The layers, in runs of such that have the next part of each stack; others are alone.
+    """The layers, in runs of such that have the next part of each stack, a part of one number in
+    all of them; others are alone.
 
     Args:
       of: which variables count.
@@ -25,9 +26,11 @@ def loops(layers: Sequence[nnx.Module], of: type[nnx.Variable] = nnx.Variable) -
 
     def key(number: int):
         leaves = jax.tree.leaves(nnx.state(layers[number], of), is_leaf=is_layered)
-        if not all(map(is_layered, leaves)):
+        parts = {leaf.layer if is_layered(leaf) else None for leaf in leaves}
+        if len(parts) > 1 or not isinstance(*parts, int):
             return number
-        return [(id(leaf.stack), number - leaf.layer) for leaf in leaves]
+        (part,) = parts
+        return number - part, [id(leaf.stack) for leaf in leaves]
 
     runs = (list(run) for _, run in itertools.groupby(range(len(layers)), key))
     return [range(run[0], run[-1] + 1) for run in runs]
@@ -41,9 +44,11 @@ def loop(layers: Sequence[nnx.Module], run: range, call: Callable, carry):
     """
     graph, state = nnx.split(layers[run.start])
     first, tree = jax.tree.flatten(state, is_leaf=is_layered)
+    begin = first[0].layer
 
     def turn(i, carry):
-        parts = [Layered(leaf.stack, leaf.layer + i) for leaf in first]
+        number = begin + i
+        parts = [Layered(leaf.stack, number) for leaf in first]
         layer = nnx.merge(graph, jax.tree.unflatten(tree, parts))
         return call(run.start + i, layer, carry)
 

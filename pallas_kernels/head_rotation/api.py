@@ -36,8 +36,8 @@ def rotate_and_cache(
 
     Args:
       heads: of each token H query heads, G key heads and G value heads.
-      q_weight, k_weight: of the RMS norm over each head, see `rms_norm`; both may be `Layered`, and
-        have no gradients then.
+      q_weight, k_weight: of the RMS norm over each head, see `rms_norm`; a `Layered` one has no
+        gradient.
       cos, sin: float32, of the angle of each pair of features (j, j + D / 2).
       implementation: "xla" or "triton" (GPUs, D a power of two); None takes what serves the
         platform and the shapes best. Their bits differ; a token's depend on that token alone.

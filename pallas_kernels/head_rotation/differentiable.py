@@ -40,8 +40,8 @@ def _backward(backend, eps, arguments, gradients):
     weights = without_layers((q_weight, k_weight))
     _, pullback = jax.vjp(plain, weights, k_pages, v_pages)
     dweights, dk_pages, dv_pages = pullback(gradients)
-    if is_layered(q_weight):
-        dweights = None, None
+    frozen = map(is_layered, (q_weight, k_weight))
+    dweights = (None if its else dweight for its, dweight in zip(frozen, dweights, strict=True))
     dheads = backend.head_gradients(heads, q_weight, k_weight, cos, sin, *gradients, view, eps)
     return dheads, *dweights, None, None, dk_pages, dv_pages, None
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.layered import is_layered, layer_of
+from pallas_kernels.layered import Layered, is_layered, layer_of
 
 
 def rotate_and_cache(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps):
@@ -49,10 +49,10 @@ def head_gradients(heads, q_weight, k_weight, cos, sin, dq, dk_pages, dv_pages, 
 
 def _weights(heads, *weights):
     """Where both are, and arrays [layers, width]: a weight alone is that of a layer of one."""
-    layer = layer_of(*weights)
-    layer = jnp.zeros(1, jnp.int32) if layer is None else layer
     weights = [its.astype(heads.dtype) for its in weights]
-    return layer, [its.stack if is_layered(its) else its[None] for its in weights]
+    if not all(map(is_layered, weights)):
+        weights = [Layered(jnp.asarray(its)[None], 0) for its in weights]
+    return layer_of(*weights), [its.stack for its in weights]
 
 
 class _Inputs(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -38,7 +39,6 @@ def load(family: str, slots: SlotConfig | None = None):
     return load_model(Checkpoint.open(folder, config), config, dtype="float32", adapters=slots)
 
 
-@jax.jit
 def hidden(model):
     """Of a short sequence, with a page of its cache written by each layer, and its experts."""
     config, tokens = model.config, TOKENS.shape[0]
@@ -48,6 +48,12 @@ def hidden(model):
     slots = jnp.full(tokens, -1)
     found, cache, choices = model(TOKENS, slots, LayerCache(*pages, view), routed=True)
     return found, cache.first, cache.second, choices
+
+
+def count_loops(function) -> int:
+    """Of layers: others are inside of functions that these call."""
+    eqns = jax.make_jaxpr(function)().jaxpr.eqns
+    return sum(eqn.primitive.name == "scan" for eqn in eqns)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,13 @@ def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
     ]
     # No two layers of the small Qwen3-MoE that follow each other are alike.
     assert (max(map(len, runs)) > 1) == (family != "qwen3_moe")
-    found, wanted = map(jax.tree.leaves, map(hidden, (together, apart)))
+    # As arguments of a function the parts of a stack would be arrays of their own.
+    functions = [functools.partial(hidden, model) for model in (together, apart)]
+    assert [count_loops(function) for function in functions] == [
+        sum(len(run) > 1 for run in runs),
+        0,
+    ]
+    found, wanted = (jax.tree.leaves(jax.jit(function)()) for function in functions)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
     for one, other in zip(

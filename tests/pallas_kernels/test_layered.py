@@ -43,6 +43,8 @@ def test_what_a_part_is():
     np.testing.assert_array_equal(rows[2 * count : 3 * count], stack[2])
     assert merged(stack) == (stack, 0)
     assert layer_of(stack, part).tolist() == [2] and layer_of(stack) is None
+    with pytest.raises(ValueError, match=r"one layer, got those of \[1, 2\]"):
+        layer_of(part, stack, Layered(part.stack, 1))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
@@ -73,8 +75,13 @@ def test_rotation(implementation):
         found, pullback = jax.vjp(lambda heads: rotate(heads, *weights, *rest), heads)
         return found, pullback(found)
 
-    parts = in_layers([np.asarray(weight) for weight in weights])
-    assert_same(run(parts, heads, *rest), run(weights, heads, *rest))
+    wanted = run(weights, heads, *rest)
+    of_layer, k_weight = in_layers([np.asarray(weight) for weight in weights])
+    assert_same(run([of_layer, k_weight], heads, *rest), wanted)
+    assert_same(run([of_layer, weights[1]], heads, *rest), wanted)
+    # bfloat16, which float32 holds: a copy that is rounded to the type of the heads.
+    wide = [Layered(its.stack.astype(np.float32), its.layer) for its in (of_layer, k_weight)]
+    assert_same(run(wide, heads, *rest), wanted)
 
 
 def lora(groups, k, n, seed):
