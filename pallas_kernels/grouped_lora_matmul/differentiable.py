@@ -27,6 +27,9 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
         u[p][t] = scalings[p][slot - firsts[p], group] · x[t, starts[p] : + width] ·
         factors[p][slot - firsts[p], group]ᵀ, scaled in float32; a scaling of None is 1. Rows whose
         slot the term does not have may hold anything.
+    shrink_for_product(x, tables, factors, starts, scalings, firsts) -> u of each term
+        The same for a u that goes into one `product` with this x, and nowhere else: where that
+        product makes u itself, this is what it makes it of. Here all terms are of all of x.
     outer(lefts, right, spans, tables, first, shape, dtype) -> [*shape, rank, width] of each
         lefts are (u, rank) pairs: u as `shrink` returns it, and how many of its columns count;
         each has a span (start, width).
@@ -82,7 +85,7 @@ def grouped_lora_matmul(
         A factors; else None. Its gradient flows through x and lora as if it were computed here.
     """
     terms = terms_of_parts(parts, lora)
-    u = _shrink(backend, x, tables, terms) if shared_u is None else shared_u
+    u = _shrink(backend.shrink_for_product, x, tables, terms) if shared_u is None else shared_u
     return _product(backend, x, w, tables, u, terms, gate, out_dtype)
 
 
@@ -90,7 +93,7 @@ def _forward(backend, parts, gate, out_dtype, x, w, tables, lora, shared_u):
     # Differentiated outside of jit, NumPy arguments arrive as they are.
     x, w, tables, lora = jax.tree.map(jnp.asarray, (x, w, tables, lora))
     terms = terms_of_parts(parts, lora)
-    u = kept(_shrink(backend, x, tables, terms) if shared_u is None else shared_u)
+    u = kept(_shrink(backend.shrink, x, tables, terms) if shared_u is None else shared_u)
     y = kept(_product(backend, x, w, tables, u, terms, None, out_dtype))
     before_gate = None
     if gate is not None:
@@ -129,12 +132,12 @@ def gradients(backend, parts, x, w, tables, lora, u, dy):
 grouped_lora_matmul.defvjp(_forward, _backward)
 
 
-def _shrink(backend, x, tables, terms):
+def _shrink(shrink, x, tables, terms):
     if not terms:
         return ()
     a, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in ("a", "scaling"))
     firsts = tuple(term.first for term in terms)
-    return backend.shrink(x, tables, a, (0,) * len(terms), scalings, firsts)
+    return shrink(x, tables, a, (0,) * len(terms), scalings, firsts)
 
 
 def _product(backend, x, w, tables, u, terms, gate, out_dtype):

@@ -39,6 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
+from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
@@ -55,10 +56,12 @@ class Terms(NamedTuple):
 
     Attributes:
       u: one for each term. factors: one [S, G or 1, R, width] each.
+      unmade: in place of u where every row is a tile of its own, and the kernel makes u.
     """
 
     u: tuple[Columns, ...]
     factors: tuple[jax.Array, ...]
+    unmade: tuple[Unmade, ...] = ()
 
 
 def product_kernel(
@@ -112,10 +115,15 @@ def product_kernel(
     lora, factors = (), ()
     if terms is not None:
         lora = tables.place, tables.run_end, *layout.distinct_u(terms)
-        factors = terms.factors
+        a = (its.factor for its in terms.unmade)
+        # In one axis, of all layers.
+        factors = *terms.factors, *a, *(its.scaling.reshape(-1) for its in terms.unmade)
     layer = layer_of(w, *factors)
     layers = () if layer is None else (layer,)
     w, *factors = (merged(its)[0] for its in (w, *factors))
+    for term, count in enumerate(layout.padded_ranks):
+        if count:
+            factors[term] = jnp.pad(factors[term], ((0, 0), (0, 0), (count, 0), (0, 0)))
     tiles = (tables.place,) if tables.tiles is None else tables.tiles
     return kernel(*layers, *tiles, x, w, *lora, *factors)[:, : layout.width]
 
@@ -136,6 +144,7 @@ def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, out, 
     total = count * layout.feature_tiles
     mine = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
     places, run_ends, *lora = lora if layout.terms else (None, None)
+    lora = layout.lora_arrays(lora)
     feed = TileFeed(layout, program, words, places, run_ends, tile_words, tile_full, tile_empty)
     stages = Stages(layout, **scratch)
 
@@ -164,7 +173,7 @@ def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, out, 
         if s.consumers > 1:
             plgpu.set_max_registers(232, action="increase")
 
-        consumer = ProductConsumer(layout, feed, stages, out, y, warpgroup)
+        consumer = ProductConsumer(layout, feed, stages, lora, layer, out, y, warpgroup)
 
         def compute(i, step):
             tile = feed.loaded(i)

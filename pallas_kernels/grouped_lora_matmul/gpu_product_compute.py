@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import gated
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import LoraArrays, ProductLayout, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 from pallas_kernels.hopper.accumulate import continued
 from pallas_kernels.hopper.store import store_rows
@@ -21,17 +21,29 @@ class ProductConsumer:
     """One warpgroup's features of a tile: the K loop, the low-rank steps, the stores.
 
     Args:
+      layer: of the adapters' arrays that have those of many layers.
       out: its buffers, and those of the others.
     """
 
-    def __init__(self, layout: ProductLayout, feed: TileFeed, stages: Stages, out, y, warpgroup):
+    def __init__(
+        self,
+        layout: ProductLayout,
+        feed: TileFeed,
+        stages: Stages,
+        lora: LoraArrays,
+        layer,
+        out,
+        y,
+        warpgroup,
+    ):
         self.layout, self.schedule, self.feed, self.stages = layout, layout.schedule, feed, stages
+        self.lora, self.layer = lora, layer
         self.out, self.y, self.warpgroup = out, y, warpgroup
 
     def compute_tile(self, tile: Tile, step):
         multiply = functools.partial(self.multiply, tile)
         sums, step = for_height(self.schedule.heights, tile.rows, multiply, step)
-        if self.layout.terms:
+        if self.layout.terms and not self.layout.inner:
             adapted = self.feed.adapted_rows(tile)
             # Out of the way of tiles of one adapter, or none: their code follows itself.
             add = functools.partial(self.add_runs, tile, adapted)
@@ -49,21 +61,30 @@ class ProductConsumer:
     def multiply(self, tile, height, step):
         """The base product: each accumulator in pieces, which mean nothing from `height` on."""
         s, layout = self.schedule, self.layout
-        blocks = layout.parts * s.blocks
+        blocks, inner = layout.parts * s.blocks, layout.inner
+        if inner:
+            # Read while W is on its way.
+            slot = self.feed.only_slot(tile)
+            some = jnp.maximum(slot, 0)
+            scalings = inner.scaling(self.lora.scalings, self.layer, some, tile)
 
         def k_loop(*accumulators):
+            accumulators, low = accumulators[:blocks], accumulators[blocks:]
+
             def k_step(k, step):
                 stage = self.stages.stage_of(step)
                 plgpu.barrier_wait(self.stages.full.at[stage])
                 for part in range(s.depth):
                     rows = self.stages.x_tiles.at[stage, part, pl.ds(0, height)].T
                     for i, accumulator in enumerate(accumulators):
-                        features = self.stages.w_tiles.at[stage, part, self.block_of(i)]
+                        features = self.stages.w_block(stage, part, self.block_of(i))
                         if layout.contract == 1:
                             features = features.T
                         plgpu.wgmma(accumulator, features, rows)
+                    for accumulator in low:
+                        plgpu.wgmma(accumulator, self.stages.a_block(stage, part), rows)
                 # All but the products just issued have ended: the stage before is free.
-                plgpu.wgmma_wait(s.depth * blocks)
+                plgpu.wgmma_wait(s.depth * (blocks + len(low)))
 
                 @pl.when(k > 0)
                 def _release():
@@ -78,13 +99,18 @@ class ProductConsumer:
             def _release():
                 self.stages.release(end + (s.stages - 1))
 
+            if inner:
+                total = low[0][...]
+                scaled = functools.partial(inner.scaled, total, scalings, layout.first_rank)
+                pl.when(slot >= 0)(lambda: self.store_u(scaled()))
             if layout.terms:
                 places = [(i, 0, height) for i in range(blocks)]
                 steps = self.whole_steps(tile)
                 end = self.low_rank_steps(accumulators, places, steps, end)
             return tuple(accumulator[...] for accumulator in accumulators), end
 
-        sums, end = pl.run_scoped(k_loop, *[plgpu.ACC((64, height)) for _ in range(blocks)])
+        count = blocks + (1 if inner else 0)
+        sums, end = pl.run_scoped(k_loop, *[plgpu.ACC((64, height)) for _ in range(count)])
 
         def cut(total, piece):
             if piece.start < height:
@@ -100,6 +126,12 @@ class ProductConsumer:
         part, block = divmod(i, s.blocks)
         return part * (s.features // 64) + self.warpgroup * s.blocks + block
 
+    def store_u(self, total):
+        """Puts u [64 ranks, rows] where this consumer's low-rank steps read it."""
+        u = plgpu.layout_cast(total.astype(self.layout.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        self.stages.own_u.at[self.warpgroup, pl.ds(0, total.shape[1])].T[...] = u
+        plgpu.commit_smem()
+
     def low_rank_steps(self, accumulators, places, steps, step):
         """Adds `steps` stages of u·B to accumulators, each (i, first row in the stage, rows)."""
         s, layout = self.schedule, self.layout
@@ -108,10 +140,13 @@ class ProductConsumer:
             stage = self.stages.stage_of(step)
             plgpu.barrier_wait(self.stages.low_rank_full.at[stage])
             for accumulator, (i, row, count) in zip(accumulators, places, strict=True):
-                feature = (self.warpgroup * s.blocks + i % s.blocks) * 64
+                block = self.warpgroup * s.blocks + i % s.blocks
                 for place in layout.places_of_part(i // s.blocks):
-                    b = self.stages.b.at[stage * layout.b_per_stage + place, :, pl.ds(feature, 64)]
-                    u = self.stages.u_tiles.at[stage, pl.ds(place * layout.x_rows + row, count)]
+                    b = self.stages.b_block(stage, place, block)
+                    if layout.inner:
+                        u = self.stages.own_u_tiles.at[self.warpgroup, pl.ds(0, count)]
+                    else:
+                        u = self.stages.u_tiles.at[stage, pl.ds(place * layout.x_rows + row, count)]
                     plgpu.wgmma(accumulator, b.T, u.T)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.stages.empty.at[stage])

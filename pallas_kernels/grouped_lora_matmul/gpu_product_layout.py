@@ -11,11 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_classes import RankClass, rank_classes
+from pallas_kernels.grouped_lora_matmul.gpu_product_inner import RANKS, Inner
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     CHUNK,
     LINE,
     TILES,
     rank_step,
+    rows_of_a,
     words_of_rows,
     words_of_tile,
 )
@@ -59,15 +61,25 @@ class ProductLayout:
         self.shared = () if terms is None else tuple(f.shape[1] == 1 for f in terms.factors)
         # Groups and slots of a layer, where an array has those of many.
         factors = () if terms is None else terms.factors
+        unmade = () if terms is None else terms.unmade
         self.groups_of_layer = merged(w)[1]
         self.slots_of_layer = tuple(merged(factor)[1] for factor in factors)
-        self.layered = any(map(is_layered, (w, *factors)))
+        self.layered = any(map(is_layered, (w, *factors, *itertools.chain(*unmade))))
         self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
+        self.inner = Inner(unmade, starts, self.widths, gate is not None) if unmade else None
         # Terms of one shrink are columns of one array: it is passed once, and described once.
         arrays = [] if terms is None else [id(u.array) for u in terms.u]
         self.u_array = tuple(list(dict.fromkeys(arrays)).index(its) for its in arrays)
         self.u_first = () if terms is None else tuple(u.first for u in terms.u)
         self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
+        self.a_rows, before = 0, (0,) * self.terms
+        if self.inner:
+            self.rank_step = RANKS
+            self.a_rows = rows_of_a(self.inner.used, schedule.depth)
+            before = tuple(self.first_rank + first for first in self.inner.first)
+        # Copies from before an array are zeros on the hardware; the interpreter has them padded.
+        self.ranks_before = (0,) * self.terms if interpreted else before
+        self.padded_ranks = before if interpreted else (0,) * self.terms
         self.terms_of_stage = len(self.sets()[0].terms) if self.terms else 0
         # Rows of x in a stage, or of u for each of its terms.
         self.x_rows = schedule.heights[-1]
@@ -76,29 +88,50 @@ class ProductLayout:
         self.run_end = LINE + words_of_rows(schedule.heights)
         self.w_rows = self.parts * schedule.features
         self.w_copies = 1 if contract == 2 and not interpreted else self.w_rows // 64
+        if self.inner:
+            self.w_copies = self.parts
+
+    @property
+    def first_rank(self) -> int:
+        """Of the 64 rows that are multiplied for u, the first of A; those before it are W's."""
+        return 64 - self.a_rows
 
     @staticmethod
     def distinct_u(terms):
         return {id(u.array): u.array for u in terms.u}.values()
 
+    def lora_arrays(self, references) -> LoraArrays:
+        """What follows places and run ends among the kernel's operands."""
+        references, arrays = list(references), len(set(self.u_array))
+        made_here = self.terms if self.inner else 0
+        counts = arrays, self.terms, made_here, made_here
+        return LoraArrays(*([references.pop(0) for _ in range(count)] for count in counts))
+
     def name(self):
         s = self.schedule
         kind = "gated" if self.gate is not None else "product"
         lora = f"_r{max(self.ranks)}" if self.terms else ""
+        lora += "_shrink" if self.inner else ""
         lora += f"_c{len(self.classes)}" if len(self.classes) > 1 else ""
         return f"lora_{kind}{lora}_k{self.k}_n{self.width}_f{s.features}_h{s.heights[-1]}"
 
     def scratch(self):
         s, r = self.schedule, self.rank_step
         self.b_per_stage = s.depth * self.parts * 64 // r
+        b_features = s.features
+        if self.inner:
+            self.b_per_stage, b_features = s.depth * (self.w_rows + self.a_rows) // 64, 64
         x_uses = [two_views((s.stages, s.depth, self.x_rows, 64), self.dtype)]
         w_shape = (s.stages, s.depth, self.w_rows // 64, 64, 64)
         whole = (s.stages, s.depth, self.parts, s.features, 64) if self.w_copies == 1 else None
+        if self.inner:
+            w_shape, whole = (s.stages, s.depth, self.w_rows + self.a_rows, 64), None
         w_uses = [two_views(w_shape, self.dtype, load_shape=whole)]
-        if self.terms:
+        if self.terms and not self.inner:
             u_rows = s.depth * self.x_rows * 64 // r
             x_uses.append(two_views((s.stages, u_rows, r), self.dtype))
-            b_shape = (s.stages * self.b_per_stage, r, s.features)
+        if self.terms:
+            b_shape = (s.stages * self.b_per_stage, r, b_features)
             b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
             w_uses.append([plgpu.SMEM(b_shape, self.dtype, transforms=b_tiles)])
         scratch = dict(
@@ -109,17 +142,29 @@ class ProductLayout:
                 self.out_dtype,
                 transforms=self.out_transforms(),
             ),
-            full=plgpu.Barrier(num_arrivals=s.depth * (1 + self.w_copies), num_barriers=s.stages),
+            full=plgpu.Barrier(num_arrivals=s.depth * self.stage_copies(), num_barriers=s.stages),
             empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
             tile_words=plgpu.SMEM((TILES, words_of_tile(s.heights)), jnp.int32),
             tile_full=plgpu.Barrier(num_arrivals=self.word_copies(), num_barriers=TILES),
             tile_empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=TILES),
         )
         if self.terms:
+            copies = s.features // 64 if self.inner else 2
             scratch["low_rank_full"] = plgpu.Barrier(
-                num_arrivals=2 * self.terms_of_stage, num_barriers=s.stages
+                num_arrivals=copies * self.terms_of_stage, num_barriers=s.stages
             )
+        if self.inner:
+            u_shape, swizzle = (s.consumers, self.x_rows, RANKS), plgpu.SwizzleTransform(128)
+            u_views = [
+                plgpu.SMEM(u_shape, self.dtype, transforms=(plgpu.TilingTransform(tile), swizzle))
+                for tile in ((1, 64), (8, 64))
+            ]
+            scratch["own_u"] = overlaid(u_views, interpreted=self.interpreted)
         return scratch
+
+    def stage_copies(self):
+        """What is copied for each block of a stage: x, W, and A where u is made here."""
+        return 1 + self.w_copies + (self.inner.copies if self.inner else 0)
 
     def out_transforms(self):
         """A line of bfloat16 is one swizzle; there is none that a line of float32 fits into."""
@@ -173,8 +218,17 @@ class ProductLayout:
 class Stages:
     """The ring of stages as the warpgroups see it: what copies write, what products read."""
 
-    def __init__(self, layout: ProductLayout, x_stage, w_stage, full, empty, low_rank_full=None):
-        uses = (2, 2) if layout.terms else (2,)
+    def __init__(
+        self,
+        layout: ProductLayout,
+        x_stage,
+        w_stage,
+        full,
+        empty,
+        low_rank_full=None,
+        own_u=None,
+    ):
+        uses = (2, 2) if layout.terms and not layout.inner else (2,)
         (self.x_load, self.x_tiles), *u_views = views_of(
             x_stage, *uses, interpreted=layout.interpreted
         )
@@ -182,10 +236,32 @@ class Stages:
         (self.w_load, self.w_tiles), *b_views = views_of(
             w_stage, *uses, interpreted=layout.interpreted
         )
+        if layout.inner:
+            ((self.own_u, self.own_u_tiles),) = views_of(own_u, 2, interpreted=layout.interpreted)
+        elif layout.terms:
+            ((self.u_load, self.u_tiles),) = u_views
         if layout.terms:
-            ((self.u_load, self.u_tiles),), ((self.b,),) = u_views, b_views
+            ((self.b,),) = b_views
         self.full, self.empty, self.low_rank_full = full, empty, low_rank_full
-        self.count = layout.schedule.stages
+        self.layout, self.count = layout, layout.schedule.stages
+
+    def w_block(self, stage, part, block):
+        """64 features of W."""
+        if self.layout.inner:
+            return self.w_tiles.at[stage, part, pl.ds(64 * block, 64)]
+        return self.w_tiles.at[stage, part, block]
+
+    def a_block(self, stage, part):
+        """The ranks of A, after the last rows of W."""
+        first = self.layout.w_rows - self.layout.first_rank
+        return self.w_tiles.at[stage, part, pl.ds(first, 64)]
+
+    def b_block(self, stage, place, block):
+        """64 features of the factor of one of a stage's terms."""
+        first = stage * self.layout.b_per_stage
+        if self.layout.inner:
+            return self.b.at[first + place * (self.layout.schedule.features // 64) + block]
+        return self.b.at[first + place, :, pl.ds(64 * block, 64)]
 
     def stage_of(self, step):
         return lax.rem(step, jnp.int32(self.count))
@@ -193,6 +269,20 @@ class Stages:
     def release(self, step):
         """Says, for one consumer, that what a step's stage holds has been read."""
         plgpu.barrier_arrive(self.empty.at[self.stage_of(step)])
+
+
+class LoraArrays(NamedTuple):
+    """A kernel's references to what it needs of adapters.
+
+    Attributes:
+      u: the distinct arrays of u. b: the factor of each term.
+      a, scalings: of each term, where u is made here.
+    """
+
+    u: list
+    b: list
+    a: list
+    scalings: list
 
 
 class Set(NamedTuple):

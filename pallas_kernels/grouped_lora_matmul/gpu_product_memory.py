@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_product_layout import K_STEP, ProductLayout, Stages
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import (
+    K_STEP,
+    LoraArrays,
+    ProductLayout,
+    Stages,
+)
+from pallas_kernels.grouped_lora_matmul.gpu_rows import slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 
 
@@ -17,22 +24,30 @@ class ProductMemory:
     """Loads x and W of a tile's K steps, then B and u of its adapters.
 
     Args:
-      lora: the distinct arrays of u, then the factors.
+      lora: the adapters' arrays.
       layer: of W and of factors that have those of many layers.
     """
 
-    def __init__(self, layout: ProductLayout, feed: TileFeed, stages: Stages, x, w, lora, layer):
+    def __init__(
+        self,
+        layout: ProductLayout,
+        feed: TileFeed,
+        stages: Stages,
+        x,
+        w,
+        lora: LoraArrays,
+        layer,
+    ):
         self.layout, self.schedule, self.feed, self.stages = layout, layout.schedule, feed, stages
         self.x, self.w = x, w
         self.first_group = layer * layout.groups_of_layer
-        if layout.terms:
-            arrays = lora[: -layout.terms]
-            self.u = [arrays[number] for number in layout.u_array]
-            self.factors = lora[-layout.terms :]
-            self.first_slots = [layer * count for count in layout.slots_of_layer]
+        self.lora, self.layer = lora, layer
+        self.first_slots = [layer * count for count in layout.slots_of_layer]
 
     def load_tile(self, tile: Tile, step):
-        depth = self.schedule.depth
+        depth, inner = self.schedule.depth, self.layout.inner
+        # Of a row without an adapter: some A, which nobody uses.
+        row_slot = jnp.maximum(slot_of(self.feed.places[tile.row]), 0) if inner else None
 
         def load_blocks(height, first_step, block):
             """Those of this number of every stage."""
@@ -47,6 +62,10 @@ class ProductMemory:
                     self.stages.full.at[stage],
                 )
                 self.load_w(tile, column, stage, block)
+                if inner:
+                    where = self.stages.w_load.at[stage, block], self.layout.w_rows
+                    barrier = self.stages.full.at[stage]
+                    inner.load(self.lora.a, self.layer, row_slot, tile, column, *where, barrier)
                 return step + 1
 
             return lax.fori_loop(0, tile.k_steps, k_step, first_step)
@@ -66,12 +85,9 @@ class ProductMemory:
         if self.layout.terms:
             self.feed.wait(tile)
             slot = self.feed.only_slot(tile)
-            step = lax.cond(
-                slot >= 0,
-                functools.partial(self.load_whole, tile, slot),
-                functools.partial(self.load_runs, tile),
-                step,
-            )
+            others = (lambda step: step) if inner else functools.partial(self.load_runs, tile)
+            whole = functools.partial(self.load_whole, tile, slot)
+            step = lax.cond(slot >= 0, whole, others, step)
             # All its warps have read the words before a copy of its own replaces them.
             plgpu.commit_smem()
         return step
@@ -99,7 +115,11 @@ class ProductMemory:
                 return self.w.at[group, features, columns]
             return self.w.at[group, part, features, columns]
 
-        if layout.w_copies > 1:
+        if layout.inner:
+            for part in range(layout.parts):
+                rows = pl.ds(part * features, features)
+                plgpu.copy_gmem_to_smem(source(part, 0, features), w_load.at[rows], barrier)
+        elif layout.w_copies > 1:
             for block in range(layout.w_copies):
                 part, place = divmod(64 * block, features)
                 plgpu.copy_gmem_to_smem(source(part, place, 64), w_load.at[block], barrier)
@@ -139,20 +159,11 @@ class ProductMemory:
             barrier = self.stages.low_rank_full.at[stage]
             first_rank = pl.multiple_of(j * layout.rank_step, layout.rank_step)
             for place, term in enumerate(its.terms):
-                group = 0 if layout.shared[term] else tile.group
-                column = tile.feature - (0 if layout.gate is not None else layout.starts[term])
+                self.load_b(tile, its.rank_class.own(slot), term, first_rank, stage, place)
+                if layout.inner:
+                    continue
                 plgpu.copy_gmem_to_smem(
-                    self.factors[term].at[
-                        self.first_slots[term] + its.rank_class.own(slot),
-                        group,
-                        pl.ds(first_rank, layout.rank_step),
-                        pl.ds(column, self.schedule.features),
-                    ],
-                    self.stages.b.at[stage * layout.b_per_stage + place],
-                    barrier,
-                )
-                plgpu.copy_gmem_to_smem(
-                    self.u[term].at[
+                    self.lora.u[layout.u_array[term]].at[
                         rows, pl.ds(layout.u_first[term] + first_rank, layout.rank_step)
                     ],
                     self.stages.u_load.at[stage, pl.ds(place * layout.x_rows, count)],
@@ -164,3 +175,26 @@ class ProductMemory:
             load = functools.partial(load_set, its)
             step = lax.fori_loop(0, layout.steps_of(its, tile.feature, slot), load, step)
         return step
+
+    def load_b(self, tile, slot, term, first_rank, stage, place):
+        layout = self.layout
+        group = 0 if layout.shared[term] else tile.group
+        column = tile.feature - (0 if layout.gate is not None else layout.starts[term])
+
+        def load(first_rank, column, count, target):
+            source = self.lora.b[term].at[
+                self.first_slots[term] + slot,
+                group,
+                pl.ds(first_rank, layout.rank_step),
+                pl.ds(column, count),
+            ]
+            plgpu.copy_gmem_to_smem(source, target, self.stages.low_rank_full.at[stage])
+
+        if not layout.inner:
+            target = self.stages.b.at[stage * layout.b_per_stage + place]
+            load(first_rank, column, self.schedule.features, target)
+            return
+        for block in range(self.schedule.features // 64):
+            # u has a term's ranks where A was among the rows of W: there are none before in B.
+            ranks = first_rank - layout.ranks_before[term]
+            load(ranks, column + 64 * block, 64, self.stages.b_block(stage, place, block))

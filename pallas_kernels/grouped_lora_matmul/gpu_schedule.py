@@ -75,12 +75,12 @@ class ShrinkSchedule:
 
 
 def product_schedule(
-    rows: int, groups: int, width: int, parts: int = 1, out_bytes: int = 2
+    rows: int, groups: int, width: int, parts: int = 1, out_bytes: int = 2, made_ranks: int = 0
 ) -> ProductSchedule:
     """For `rows` rows over `groups` groups, `width` features in each of `parts` parts.
 
     Args:
-      out_bytes: of one element of the result.
+      out_bytes: of one element of the result. made_ranks: of u, where the product makes it.
     """
     mean = rows / groups
     heights = _heights(rows, groups)
@@ -102,17 +102,20 @@ def product_schedule(
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
         consumers = 1 if narrow > wide + 0.08 else 2
     w_rows = parts * blocks * consumers * 64
-    stage = depth * (w_rows + heights[-1]) * 128
+    stage = depth * (w_rows + rows_of_a(made_ranks, depth) + heights[-1]) * 128
     words = 4 * TILES * words_of_tile(heights)
     buffer = consumers * min(CHUNK, heights[-1]) * 64 * out_bytes
     free = SHARED_MEMORY - _whole(words, ARRAY)
+    if made_ranks:
+        free -= _whole(consumers * heights[-1] * 128, ARRAY)
     # Two more output buffers help, unless they take a stage that is needed more.
     buffers = 4 if blocks * -(-heights[-1] // CHUNK) > 1 else 2
     if free - _whole(4 * buffer, ARRAY) < STAGES * stage:
         buffers = 2
     free -= _whole(buffers * buffer, ARRAY)
     if depth > 1 and free // stage < 3:
-        depth, stage = 1, stage // depth
+        depth = 1
+        stage = (w_rows + rows_of_a(made_ranks, depth) + heights[-1]) * 128
     tiles = most_tiles * -(-width // (64 * blocks * consumers))
     return ProductSchedule(
         blocks,
@@ -124,6 +127,14 @@ def product_schedule(
         min(PROGRAMS, tiles),
         tiles_together(rows, groups),
     )
+
+
+def rows_of_a(ranks: int, depth: int) -> int:
+    """Rows of A, and of room, after those of W in each block of a stage that has so many ranks.
+
+    Stages begin where blocks of 64 rows do.
+    """
+    return _whole(ranks, 64 // depth)
 
 
 def tiles_together(rows: int, groups: int) -> int:

@@ -5,12 +5,15 @@ The backend interface is described in `differentiable.py`.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_lora_matmul import gpu_dispatch, gpu_rows, gpu_spread
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     packed_columns,
@@ -77,19 +80,47 @@ def product(
     parts = 1 if gate is None else 2
     width = w.shape[3 - contract] // parts
     out_dtype = out_dtype or x.dtype
-    schedule = product_schedule(x.shape[0], w.shape[0], width, parts, out_dtype.itemsize)
-    terms = Terms(tuple(u), tuple(map(_whole_ranks, factors))) if factors else None
+    factors = tuple(map(_whole_ranks, factors))
+    schedule = functools.partial(
+        product_schedule, x.shape[0], w.shape[0], width, parts, out_dtype.itemsize
+    )
     where = tuple(starts), tuple(firsts)
+    terms, made_ranks = None, 0
+    if factors and isinstance(u[0], Unmade):
+        widths = tuple(factor.shape[3] for factor in factors)
+        inner = Inner(u, starts, widths, gate is not None)
+        if inner.fits(schedule(made_ranks=inner.used).features):
+            terms, made_ranks = Terms((), factors, tuple(u)), inner.used
+        else:
+            a, scalings = zip(*u, strict=True)
+            u = shrink(x, tables, a, (0,) * len(a), scalings, firsts)
+    if factors and terms is None:
+        terms = Terms(tuple(u), factors)
+    schedule = schedule(made_ranks=made_ranks)
     return product_kernel(tables, x, w, terms, *where, schedule, contract, gate, out_dtype)
 
 
-def shrink(x, tables: Tables, factors, starts, scalings, firsts):
-    """u of every term, as `gpu_shrink.Columns`; see `differentiable.py`."""
+def shrink_for_product(x, tables: Tables, factors, starts, scalings, firsts):
+    """u of every term, or, where every row is a tile of its own, what a product makes it of."""
+    rows_alone = tables.tiles is None or x.shape[0] == 1
+    if not rows_alone or len(set(firsts)) > 1:
+        return shrink(x, tables, factors, starts, scalings, firsts)
+    return tuple(map(Unmade, *_whole_factors(factors, scalings)))
+
+
+def _whole_factors(factors, scalings):
+    """Factors that kernels can take, and a scaling for each."""
     factors = tuple(map(_whole_ranks, factors))
     scalings = tuple(
         jnp.ones((factor.shape[0], 1), jnp.float32) if scaling is None else scaling
         for factor, scaling in zip(factors, scalings, strict=True)
     )
+    return factors, scalings
+
+
+def shrink(x, tables: Tables, factors, starts, scalings, firsts):
+    """u of every term, as `gpu_shrink.Columns`; see `differentiable.py`."""
+    factors, scalings = _whole_factors(factors, scalings)
     firsts = tuple(dict.fromkeys(firsts))
     parts = len(factors) // len(firsts)
     columns = [(starts[part], factors[part].shape[3]) for part in range(parts)]

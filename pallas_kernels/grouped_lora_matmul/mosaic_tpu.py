@@ -236,6 +236,9 @@ def shrink(x, tables: Tables, factors, starts, scalings, firsts):
     )
 
 
+shrink_for_product = shrink  # products take u as it is
+
+
 def _sources(x, parts):
     """Arrays that have all parts (start, width) of x's columns; which one has each, and from where.
 

@@ -145,6 +145,9 @@ def shrink(x, tables: Tables, factors, starts, scalings, firsts):
     return lax.cond(jnp.any(tables.row_slots >= 0), every, none, factors, scalings)
 
 
+shrink_for_product = shrink  # products take u as it is
+
+
 def matrix_of_row(tables: Tables, factor, first: int):
     """Where each row finds its matrix once the first two axes, [S, G or 1], are one.
 

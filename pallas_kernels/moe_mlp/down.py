@@ -38,18 +38,27 @@ def weighted_down(backend: ModuleType, hidden, down, route, entry, weights, slot
     Returns:
       `[T, H]` in float32 (or float64).
     """
-    return _forward(backend, hidden, down, route, entry, weights, slots)[0]
+    shrink = backend.shrink_for_product
+    return _weighted(backend, shrink, hidden, down, route, entry, weights, slots)[0]
 
 
 def _forward(backend, hidden, down, route, entry, weights, slots):
     # Differentiated outside of jit, NumPy arguments arrive as they are.
     hidden, down, entry, weights = jax.tree.map(jnp.asarray, (hidden, down, entry, weights))
+    y, u = _weighted(backend, backend.shrink, hidden, down, route, entry, weights, slots)
+    return y, (hidden, down, route, entry, weights, kept(u))
+
+
+def _weighted(backend, shrink, hidden, down, route, entry, weights, slots):
+    """The weighted sums, and u of every term, which `shrink` computes."""
     terms, u = terms_of_part(0, entry), ()
     zeros, firsts = (0,) * len(terms), tuple(term.first for term in terms)
     a, b, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in Lora._fields)
-    if terms:
-        u = backend.shrink(hidden, route.tables, a, zeros, scalings, firsts)
     shared = bool(terms) and b[0].shape[1] == 1 < down.shape[0]
+    if terms:
+        # Rows' u are added up before the product of a shared B.
+        shrink = backend.shrink if shared else shrink
+        u = shrink(hidden, route.tables, a, zeros, scalings, firsts)
     of_rows = ((), (), (), ()) if shared else (u, b, zeros, firsts)
     rows = backend.product(hidden, down, route.tables, *of_rows, contract=2)
     y = combine(rows, route.position, weights)
@@ -59,7 +68,7 @@ def _forward(backend, hidden, down, route, entry, weights, slots):
         of_token = combine(of_row, route.position, weights).astype(hidden.dtype)
         for term, its in zip(terms, arrays, strict=True):
             y += _expand(backend, of_token[:, : its.shape[1]], term, slots).astype(y.dtype)
-    return y, (hidden, down, route, entry, weights, kept(u))
+    return y, u
 
 
 def _adapted(u, terms, route):

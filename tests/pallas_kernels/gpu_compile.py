@@ -35,7 +35,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     import jax.numpy as jnp
 
     from pallas_kernels import PageView, paged_attention, paged_latent_attention
-    from pallas_kernels.grouped_lora_matmul import mosaic_gpu
+    from pallas_kernels.grouped_lora_matmul import gpu_rows, mosaic_gpu
     from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
     from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
     from pallas_kernels.grouped_lora_matmul.gpu_schedule import packed_columns, rank_tile
@@ -101,6 +101,31 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     for name, *sizes in layer_products(shape):
         if name in ("gate_up gated", "gate_up", "gate_up backward"):
             yield f"{name} of classes", *product_of_classes(*sizes)
+
+    # One token's rows are a tile each, and their products make u themselves.
+    few_rows = jax.eval_shape(
+        functools.partial(gpu_rows.plan, groups, slots), number(1, shape.top_k), number(1)
+    ).tables
+    one_row = jax.eval_shape(functools.partial(mosaic_gpu.tables, None, groups=1), number(1))
+
+    def product_of_one(few, k, widths, gate=None):
+        """Of all rows of one token, or of the token itself."""
+        its, count, of = (few_rows, shape.top_k, groups) if few else (one_row, 1, 1)
+        starts = tuple(sum(widths[:part]) for part in range(len(widths)))
+
+        def function(x, w, tables, a, b, scalings):
+            firsts = (0,) * len(widths)
+            u = mosaic_gpu.shrink_for_product(x, tables, a, firsts, scalings, firsts)
+            return mosaic_gpu.product(x, w, tables, u, b, starts, firsts, contract=2, gate=gate)
+
+        a = tuple(array(slots, of, rank, k) for _ in widths)
+        b = tuple(array(slots, of, rank, width) for width in widths)
+        scalings = tuple(array(slots, of, dtype=jnp.float32) for _ in widths)
+        return function, (array(count, k), array(of, sum(widths), k), its, a, b, scalings)
+
+    yield "gate_up gated of one token", *product_of_one(True, hidden, (wide, wide), shape.gate)
+    yield "down of one token", *product_of_one(True, wide, (hidden,))
+    yield "dense of one token", *product_of_one(False, hidden, (4096, 512, 512))
 
     yield "spread", spread_rows, (array(tokens, hidden), number(tokens, shape.top_k))
 

@@ -18,8 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.grouped_lora_matmul import gpu_outer, gpu_rows, gpu_spread
+from pallas_kernels.grouped_lora_matmul.gate import gated
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     packed_columns,
     product_schedule,
@@ -170,6 +172,93 @@ class ProductCase(ProductSizes):
 
     def expect(self, *arguments):
         return definition.product(*arguments, **self.static)
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerCase(ProductCase):
+    """A product of rows that are a tile each, in any order of groups, which makes u itself."""
+
+    @functools.cached_property
+    def compiled(self):
+        width = self.n // (1 if self.gate is None else 2)
+        parts = self.n // width
+        ranks = tuple(term.rank for term in self.terms)
+        used = rank_tile(max(ranks)) * (len(ranks) if self.gate is not None else 1)
+        schedule = product_schedule(self.rows, self.groups, width, parts, made_ranks=used)
+        cut = dict(programs=PROGRAMS, stages=min(schedule.stages, 3)) | dict(self.cut)
+        schedule = dataclasses.replace(schedule, **cut)
+
+        @jax.jit
+        def product(tables, x, w, unmade, factors):
+            inner = Inner(unmade, *self.columns, self.gate is not None)
+            assert inner.fits(schedule.features)
+            return product_kernel(
+                tables,
+                x,
+                w,
+                Terms((), factors, unmade),
+                schedule=schedule,
+                **(self.static | self.of_terms),
+                out_dtype=jnp.dtype(self.out_dtype),
+                interpreted=True,
+            )
+
+        return product
+
+    @property
+    def columns(self):
+        """The first columns of the terms, and how many they have."""
+        return tuple(zip(*((term.start, term.width) for term in self.terms), strict=True))
+
+    def check(self, group, row_slots, seed=0):
+        """Runs it for rows of these groups (`groups`: of none) and slots; (found, expected).
+
+        Rows' A and B are NaN where no row is of their slot and group.
+        """
+        rng = np.random.default_rng(seed)
+        x = normal(rng, self.rows, self.k)
+        x[group == self.groups] = np.nan
+        w = normal(rng, *self.w_shape, scale=self.k**-0.5)
+        of_row = row_slots[:, None] == np.arange(self.slots)
+        used = (of_row[:, :, None] & (group[:, None, None] == np.arange(self.groups))).any(0)
+        a, b, scalings = [], [], []
+        for term in self.terms:
+            shape = term.factor_shape(self.slots, self.groups)
+            a.append(normal(rng, *shape[:3], self.k, scale=self.k**-0.5))
+            b.append(normal(rng, *shape))
+            scalings.append(rng.standard_normal(shape[:2]).astype(np.float32))
+            unused = ~(used.any(1, keepdims=True) if term.shared else used)
+            for its in (a[-1], b[-1]):
+                its[unused] = np.nan
+        place = np.asarray(gpu_rows.place_of(group, row_slots, self.groups), np.int32)
+        unmade, factors = tuple(map(Unmade, a, scalings)), tuple(b)
+        tables = gpu_rows.Tables(
+            place, np.arange(1, self.rows + 1, dtype=np.int32), gpu_rows.Pieces(place, place), None
+        )
+        arguments = in_layers((w, unmade, factors)) if self.layered else (w, unmade, factors)
+        found = interpret(self.compiled, tables, x, *arguments)
+        return found, self.of_rows(x, w, a, b, scalings, group, row_slots)
+
+    def of_rows(self, x, w, a, b, scalings, group, row_slots):
+        """The definition, row by row, of whole numbers of groups and slots."""
+        y = np.zeros((self.rows, self.n))
+        for row in np.flatnonzero(group < self.groups):
+            here = x[row].astype(np.float64)
+            y[row] = w[group[row]].astype(np.float64) @ here
+            for term, its_a, its_b, scaling in zip(self.terms, a, b, scalings, strict=True):
+                if row_slots[row] < 0:
+                    continue
+                place = row_slots[row], 0 if term.shared else group[row]
+                u = scaling[place] * (its_a[place].astype(np.float64) @ here)
+                u = u.astype(jnp.bfloat16).astype(np.float64)
+                columns = slice(term.start, term.start + term.width)
+                y[row, columns] += u @ its_b[place].astype(np.float64)
+        if self.gate is None:
+            return y
+        left, right = (
+            half.astype(jnp.bfloat16).astype(np.float32) for half in np.split(y, 2, axis=1)
+        )
+        return np.asarray(gated(left, right, self.gate), np.float64)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ if not hasattr(plgpu, "force_gpu_interpret_mode"):
     pytest.skip("the Mosaic GPU interpreter needs jax >= 0.11", allow_module_level=True)
 
 from tests.pallas_kernels import gpu_interpreter
-from tests.pallas_kernels.gpu_interpreter import ProductCase, ShrinkCase, normal
+from tests.pallas_kernels.gpu_interpreter import InnerCase, ProductCase, ShrinkCase, normal
 from tests.pallas_kernels.product_cases import Term
 from tests.pallas_kernels.tpu_cases import batches
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
@@ -114,6 +114,49 @@ def test_product(name, data):
 def test_many_products(name, data, seed):
     case = (PRODUCTS | SLOW_PRODUCTS)[name]
     check_product(case, data.draw(batches(case.rows, case.groups, case.slots)), seed)
+
+
+INNER = {
+    "parts": InnerCase(3, 128, 256, (Term(0, 128, 24), Term(192, 64, 8, shared=True))),
+    "gated": InnerCase(
+        5, 128, 256, (Term(0, 128, 8), Term(128, 128, 24)), gate=Gate(), layered=True
+    ),
+}
+SLOW_INNER = {
+    "one row of one group": InnerCase(1, 576, 320, (Term(0, 64, 40), Term(64, 256, 16)), groups=1),
+    "a layer of several": InnerCase(5, 64, 64, (Term(0, 64, 16, shared=True),), layered=True),
+    "two blocks of features": InnerCase(4, 64, 256, (Term(0, 256, 8),), cut=(("blocks", 2),)),
+    "gate of one term": InnerCase(4, 64, 128, (Term(64, 64, 56),), gate=GPT_OSS),
+    "float32": InnerCase(4, 64, 128, (Term(64, 64, 56),), out_dtype="float32"),
+}
+
+
+def check_inner(case: InnerCase, data, seed=0):
+    groups = data.draw(
+        st.lists(st.integers(0, case.groups), min_size=case.rows, max_size=case.rows)
+    )
+    slots = data.draw(
+        st.lists(st.integers(-1, case.slots - 1), min_size=case.rows, max_size=case.rows)
+    )
+    group, slots = np.asarray(groups), np.asarray(slots)
+    found, expected = case.check(group, np.where(group < case.groups, slots, -1), seed)
+    assert found.dtype == case.out_dtype
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", INNER)
+@settings(QUICK, max_examples=2)
+@given(data=st.data())
+def test_product_that_makes_u(name, data):
+    check_inner(INNER[name], data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INNER | SLOW_INNER)
+@settings(QUICK, max_examples=8)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_many_products_that_make_u(name, data, seed):
+    check_inner((INNER | SLOW_INNER)[name], data, seed)
 
 
 def check_shrink(case: ShrinkCase, batch, seed=0):

@@ -20,6 +20,7 @@ from pallas_kernels.grouped_lora_matmul import (
 )
 from pallas_kernels.grouped_lora_matmul import gpu_schedule as gs
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.mosaic_gpu import MAX_RANK
 from pallas_kernels.hopper.machine import SHARED_MEMORY
 from pallas_kernels.shapes import DECODE_TOKENS, EXPERT_SHAPES, PREFILL_TOKENS
@@ -46,10 +47,19 @@ def shared_memory(layout) -> int:
     return sum(map(bytes_of, layout.scratch().values()))
 
 
-def product_memory(
-    schedule, rows, groups, k, width, parts, ranks, contract=2, out_dtype=jnp.bfloat16
-) -> int:
-    """Bytes of the product kernel; `ranks` has one entry for each low-rank term."""
+def product_layout(
+    schedule,
+    rows,
+    groups,
+    k,
+    width,
+    parts,
+    ranks,
+    contract=2,
+    out_dtype=jnp.bfloat16,
+    makes_u=False,
+):
+    """Sizes of the product kernel; `ranks` has one entry for each low-rank term."""
     gate = Gate() if parts == 2 else None
     terms = None
     starts = tuple(width * term for term in range(len(ranks))) if parts == 2 else (0,) * len(ranks)
@@ -58,13 +68,21 @@ def product_memory(
             tuple(gpu_shrink.Columns(array(rows, 64), 0, rank) for rank in ranks),
             tuple(array(8, groups, rank, width) for rank in ranks),
         )
+    if makes_u:
+        scaling = array(8, 1, dtype=jnp.float32)
+        unmade = tuple(Unmade(array(8, groups, rank, k), scaling) for rank in ranks)
+        terms = gpu_product.Terms((), terms.factors, unmade)
     n, firsts = parts * width, (0,) * len(ranks)
     w = array(groups, n, k) if contract == 2 else array(groups, k, n)
     x = array(rows, k)
-    layout = gpu_product_layout.ProductLayout(
+    return gpu_product_layout.ProductLayout(
         x, w, terms, starts, firsts, schedule, contract, gate, False, False, jnp.dtype(out_dtype)
     )
-    return shared_memory(layout)
+
+
+def product_memory(*sizes, **options) -> int:
+    """Bytes of that kernel."""
+    return shared_memory(product_layout(*sizes, **options))
 
 
 def check_product(rows, groups, width, parts, out_bytes=2) -> gs.ProductSchedule:
@@ -117,6 +135,44 @@ def test_named_shapes(name, tokens):
             assert memory <= LIMIT, (schedule, ranks)
         for ranks in (rank,), (rank, rank):
             check_shrink(rows, ranks, hidden)
+
+
+@pytest.mark.parametrize("rank", [8, 16, 24, 32, 64])
+@pytest.mark.parametrize("name", EXPERT_SHAPES)
+def test_products_that_make_u(name, rank):
+    shape = EXPERT_SHAPES[name]
+    hidden, wide = shape.hidden, shape.intermediate
+    for rows, groups, k, width, ranks in (
+        (shape.top_k, shape.experts, hidden, wide, (rank, rank)),
+        (shape.top_k, shape.experts, wide, hidden, (rank,)),
+        (1, 1, hidden, 5120, (rank,)),
+        (1, 1, hidden, 128, (rank,)),
+    ):
+        parts, used = len(ranks), gs.rank_tile(rank) * len(ranks)
+        if used > 64:
+            continue
+        schedule = gs.product_schedule(rows, groups, width, parts, made_ranks=used)
+        layout = product_layout(schedule, rows, groups, k, width, parts, ranks, makes_u=True)
+        assert layout.inner.fits(schedule.features) and schedule.stages >= 3
+        assert shared_memory(layout) <= LIMIT
+        # All ranks are among the last 64 rows; where stages of W begin, stages of B do.
+        assert used <= layout.a_rows <= 64
+        b_blocks = layout.b_per_stage
+        assert b_blocks * 64 == schedule.depth * (layout.w_rows + layout.a_rows)
+        assert b_blocks >= layout.terms_of_stage * schedule.features // 64
+
+
+def test_products_that_cannot_make_u():
+    def fits(starts, widths, ranks, gated, features=64):
+        scaling = array(8, 1, dtype=jnp.float32)
+        unmade = tuple(Unmade(array(8, 4, rank, 512), scaling) for rank in ranks)
+        return Inner(unmade, starts, widths, gated).fits(features)
+
+    assert fits((0, 512), (512, 64), (16, 64), False)
+    assert not fits((0, 64), (64, 512), (16, 64), False, features=128)  # a tile of two terms
+    assert not fits((0,), (512,), (72,), False)  # more ranks than a block has
+    assert fits((0, 512), (512, 512), (32, 16), True)
+    assert not fits((0, 512), (512, 512), (40, 16), True)
 
 
 def check_shrink(rows, ranks, width):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ SOME_TOKENS = (3, 150, 4096)
 RANK = 32
 
 
-def layer(name: str, tokens: int):
+def layer(name: str, tokens: int, rank: int = RANK):
     """A layer's function, and the shapes of its arguments."""
     shape = EXPERT_SHAPES[name]
     groups, hidden, wide = shape.experts, shape.hidden, shape.intermediate
@@ -29,7 +30,7 @@ def layer(name: str, tokens: int):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     def pair(n_in, n_out):
-        a, b = array(8, groups, RANK, n_in), array(8, groups, RANK, n_out)
+        a, b = array(8, groups, rank, n_in), array(8, groups, rank, n_out)
         return Lora(a, b, array(8, 1, dtype=jnp.float32))
 
     function = functools.partial(moe_mlp, gate=shape.gate, implementation="mosaic_gpu")
@@ -62,6 +63,14 @@ def test_every_number_of_tokens(name, tokens):
     function, arguments = layer(name, tokens)
     found = jax.eval_shape(function, *arguments)
     assert found.shape == (tokens, EXPERT_SHAPES[name].hidden) and found.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("tokens, rank, shrinks", [(1, 32, 0), (1, 64, 1), (3, 32, 2)])
+def test_products_of_one_token_make_u(tokens, rank, shrinks):
+    """Where the ranks of gate and up fit into a block; of down alone they do."""
+    function, arguments = layer("qwen3-30b-a3b", tokens, rank)
+    kernels = re.findall(r"lora_shrink_r\d+_k\d+_x\d", str(jax.make_jaxpr(function)(*arguments)))
+    assert len(set(kernels)) == shrinks, kernels
 
 
 @pytest.mark.parametrize("tokens", [3, 300])
