@@ -59,7 +59,8 @@ def hoisted_loop(count: int, turn: Callable, carry):
         carry, result = jax.tree.unflatten(tree, [_read(values, its) for its in outputs])
         return (state[0] + 1, carry), result
 
-    (_, carry), results = lax.scan(body, (index, carry), length=count, unroll=UNROLLED)
+    # As a function of its own it is lowered once for all turns that are written out.
+    (_, carry), results = lax.scan(jax.jit(body), (index, carry), length=count, unroll=UNROLLED)
     return carry, results
 
 

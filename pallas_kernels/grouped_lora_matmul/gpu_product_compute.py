@@ -55,7 +55,8 @@ class ProductConsumer:
                 store()
             else:
                 pl.when(tile.rows > chunk[0].start)(store)
-        self.store_rest(tile)
+        if not self.layout.narrow:
+            self.store_rest(tile)
         return step
 
     def multiply(self, tile, height, step):
@@ -68,23 +69,26 @@ class ProductConsumer:
             some = jnp.maximum(slot, 0)
             scalings = inner.scaling(self.lora.scalings, self.layer, some, tile)
 
+        # A is in the block of a narrow tile, else in one of its own.
+        blocks_of_a = int(inner is not None and not layout.narrow)
+
         def k_loop(*accumulators):
-            accumulators, low = accumulators[:blocks], accumulators[blocks:]
+            sums, of_a = accumulators[:blocks], accumulators[blocks:]
 
             def k_step(k, step):
                 stage = self.stages.stage_of(step)
                 plgpu.barrier_wait(self.stages.full.at[stage])
                 for part in range(s.depth):
                     rows = self.stages.x_tiles.at[stage, part, pl.ds(0, height)].T
-                    for i, accumulator in enumerate(accumulators):
+                    for i, accumulator in enumerate(sums):
                         features = self.stages.w_block(stage, part, self.block_of(i))
                         if layout.contract == 1:
                             features = features.T
                         plgpu.wgmma(accumulator, features, rows)
-                    for accumulator in low:
+                    for accumulator in of_a:
                         plgpu.wgmma(accumulator, self.stages.a_block(stage, part), rows)
                 # All but the products just issued have ended: the stage before is free.
-                plgpu.wgmma_wait(s.depth * (blocks + len(low)))
+                plgpu.wgmma_wait(s.depth * len(accumulators))
 
                 @pl.when(k > 0)
                 def _release():
@@ -100,16 +104,16 @@ class ProductConsumer:
                 self.stages.release(end + (s.stages - 1))
 
             if inner:
-                total = low[0][...]
+                total = accumulators[-1][...]
                 scaled = functools.partial(inner.scaled, total, scalings, layout.first_rank)
                 pl.when(slot >= 0)(lambda: self.store_u(scaled()))
             if layout.terms:
                 places = [(i, 0, height) for i in range(blocks)]
                 steps = self.whole_steps(tile)
-                end = self.low_rank_steps(accumulators, places, steps, end)
-            return tuple(accumulator[...] for accumulator in accumulators), end
+                end = self.low_rank_steps(sums, places, steps, end)
+            return tuple(accumulator[...] for accumulator in sums), end
 
-        count = blocks + (1 if inner else 0)
+        count = blocks + blocks_of_a
         sums, end = pl.run_scoped(k_loop, *[plgpu.ACC((64, height)) for _ in range(count)])
 
         def cut(total, piece):
@@ -124,7 +128,7 @@ class ProductConsumer:
         """Which 64-feature block of a stage is accumulator i."""
         s = self.schedule
         part, block = divmod(i, s.blocks)
-        return part * (s.features // 64) + self.warpgroup * s.blocks + block
+        return part * self.layout.feature_blocks + self.warpgroup * s.blocks + block
 
     def store_u(self, total):
         """Puts u [64 ranks, rows] where this consumer's low-rank steps read it."""
@@ -223,14 +227,31 @@ class ProductConsumer:
                 buffer.at[pl.ds(piece.start - begin, piece.width)].T[...] = turned
             plgpu.commit_smem()
 
-            @pl.when(tile.rows >= begin + layout.chunk)
-            def _store(buffer=buffer, block=block):
+            def store(buffer=buffer, block=block):
                 target = self.y.at[
                     pl.ds(tile.row + begin, layout.chunk), self.columns_of(tile, block)
                 ]
                 plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
 
+            if layout.narrow:
+                self.store_narrow(tile, buffer)
+            else:
+                pl.when(tile.rows >= begin + layout.chunk)(store)
             plgpu.commit_smem_to_gmem_group()
+
+    def store_narrow(self, tile, buffer):
+        """Writes the rows of a tile of part of a block, one by one: together they are not dense."""
+        width = self.schedule.width
+
+        def store(row):
+            plgpu.copy_smem_to_gmem(
+                buffer.at[pl.ds(row, 1), pl.ds(0, width)],
+                self.y.at[pl.ds(tile.row + row, 1), pl.ds(tile.feature, width)],
+                commit_group=False,
+            )
+
+        for row in range(self.layout.chunk):
+            pl.when(row < tile.rows)(functools.partial(store, row))
 
     def store_rest(self, tile):
         """Writes the rows of a tile's last chunk if it is not whole, still in its buffers.

@@ -16,8 +16,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     CHUNK,
     LINE,
     TILES,
+    block_rows,
     rank_step,
-    rows_of_a,
     words_of_rows,
     words_of_tile,
 )
@@ -72,10 +72,15 @@ class ProductLayout:
         self.u_array = tuple(list(dict.fromkeys(arrays)).index(its) for its in arrays)
         self.u_first = () if terms is None else tuple(u.first for u in terms.u)
         self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
-        self.a_rows, before = 0, (0,) * self.terms
+        self.w_rows, before = self.parts * schedule.features, (0,) * self.terms
+        # Rows of W, and of A after it, that follow each other: a block is any 64 of them.
+        self.narrow = schedule.width < 64
+        self.by_rows = self.narrow or self.inner is not None
+        if self.by_rows:
+            used = self.inner.used if self.inner else 0
+            self.block_rows = block_rows(self.w_rows, used, schedule.depth)
         if self.inner:
             self.rank_step = RANKS
-            self.a_rows = rows_of_a(self.inner.used, schedule.depth)
             before = tuple(self.first_rank + first for first in self.inner.first)
         # Copies from before an array are zeros on the hardware; the interpreter has them padded.
         self.ranks_before = (0,) * self.terms if interpreted else before
@@ -86,15 +91,14 @@ class ProductLayout:
         # Where in shared memory the words of a tile's rows are.
         self.place = LINE
         self.run_end = LINE + words_of_rows(schedule.heights)
-        self.w_rows = self.parts * schedule.features
         self.w_copies = 1 if contract == 2 and not interpreted else self.w_rows // 64
-        if self.inner:
+        if self.by_rows:
             self.w_copies = self.parts
 
     @property
     def first_rank(self) -> int:
-        """Of the 64 rows that are multiplied for u, the first of A; those before it are W's."""
-        return 64 - self.a_rows
+        """Of the last 64 rows of a block, which are multiplied for u, the first of A."""
+        return self.w_rows - (self.block_rows - 64)
 
     @staticmethod
     def distinct_u(terms):
@@ -119,13 +123,13 @@ class ProductLayout:
         s, r = self.schedule, self.rank_step
         self.b_per_stage = s.depth * self.parts * 64 // r
         b_features = s.features
-        if self.inner:
-            self.b_per_stage, b_features = s.depth * (self.w_rows + self.a_rows) // 64, 64
+        if self.by_rows:
+            self.b_per_stage, b_features = s.depth * self.block_rows // r, 64
         x_uses = [two_views((s.stages, s.depth, self.x_rows, 64), self.dtype)]
         w_shape = (s.stages, s.depth, self.w_rows // 64, 64, 64)
         whole = (s.stages, s.depth, self.parts, s.features, 64) if self.w_copies == 1 else None
-        if self.inner:
-            w_shape, whole = (s.stages, s.depth, self.w_rows + self.a_rows, 64), None
+        if self.by_rows:
+            w_shape, whole = (s.stages, s.depth, self.block_rows, 64), None
         w_uses = [two_views(w_shape, self.dtype, load_shape=whole)]
         if self.terms and not self.inner:
             u_rows = s.depth * self.x_rows * 64 // r
@@ -149,7 +153,7 @@ class ProductLayout:
             tile_empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=TILES),
         )
         if self.terms:
-            copies = s.features // 64 if self.inner else 2
+            copies = (self.feature_blocks if self.by_rows else 1) + (0 if self.inner else 1)
             scratch["low_rank_full"] = plgpu.Barrier(
                 num_arrivals=copies * self.terms_of_stage, num_barriers=s.stages
             )
@@ -162,13 +166,19 @@ class ProductLayout:
             scratch["own_u"] = overlaid(u_views, interpreted=self.interpreted)
         return scratch
 
+    @property
+    def feature_blocks(self) -> int:
+        """Blocks of 64 features of a tile, or of a part of it when gated."""
+        return self.schedule.blocks * self.schedule.consumers
+
     def stage_copies(self):
         """What is copied for each block of a stage: x, W, and A where u is made here."""
         return 1 + self.w_copies + (self.inner.copies if self.inner else 0)
 
     def out_transforms(self):
-        """A line of bfloat16 is one swizzle; there is none that a line of float32 fits into."""
-        if self.out_dtype.itemsize > 2:
+        """A line of bfloat16 is one swizzle; there is none that a line of float32 fits into, or of
+        which a part could be copied."""
+        if self.out_dtype.itemsize > 2 or self.narrow:
             return ()
         return plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)
 
@@ -247,20 +257,19 @@ class Stages:
 
     def w_block(self, stage, part, block):
         """64 features of W."""
-        if self.layout.inner:
+        if self.layout.by_rows:
             return self.w_tiles.at[stage, part, pl.ds(64 * block, 64)]
         return self.w_tiles.at[stage, part, block]
 
     def a_block(self, stage, part):
         """The ranks of A, after the last rows of W."""
-        first = self.layout.w_rows - self.layout.first_rank
-        return self.w_tiles.at[stage, part, pl.ds(first, 64)]
+        return self.w_tiles.at[stage, part, pl.ds(self.layout.block_rows - 64, 64)]
 
     def b_block(self, stage, place, block):
         """64 features of the factor of one of a stage's terms."""
         first = stage * self.layout.b_per_stage
-        if self.layout.inner:
-            return self.b.at[first + place * (self.layout.schedule.features // 64) + block]
+        if self.layout.by_rows:
+            return self.b.at[first + place * self.layout.feature_blocks + block]
         return self.b.at[first + place, :, pl.ds(64 * block, 64)]
 
     def stage_of(self, step):

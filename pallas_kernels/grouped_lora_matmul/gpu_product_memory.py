@@ -115,7 +115,7 @@ class ProductMemory:
                 return self.w.at[group, features, columns]
             return self.w.at[group, part, features, columns]
 
-        if layout.inner:
+        if layout.by_rows:
             for part in range(layout.parts):
                 rows = pl.ds(part * features, features)
                 plgpu.copy_gmem_to_smem(source(part, 0, features), w_load.at[rows], barrier)
@@ -190,11 +190,11 @@ class ProductMemory:
             ]
             plgpu.copy_gmem_to_smem(source, target, self.stages.low_rank_full.at[stage])
 
-        if not layout.inner:
+        if not layout.by_rows:
             target = self.stages.b.at[stage * layout.b_per_stage + place]
             load(first_rank, column, self.schedule.features, target)
             return
-        for block in range(self.schedule.features // 64):
+        for block in range(layout.feature_blocks):
             # u has a term's ranks where A was among the rows of W: there are none before in B.
             ranks = first_rank - layout.ranks_before[term]
             load(ranks, column + 64 * block, 64, self.stages.b_block(stage, place, block))

@@ -19,6 +19,8 @@ STAGES = 4  # of a ring, at least: with three, loads do not keep up
 TALLEST = 144  # rows of a tile: with more, four stages do not fit
 PIECE = 64  # rows of a run that one unit of a shrink takes at most
 DEPTH = 4  # blocks of 64 columns in one stage of a product of few tiles
+ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
+NARROWEST = 16  # features of a tile
 SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
 
 
@@ -36,6 +38,8 @@ class ProductSchedule:
       programs: persistent programs, at most one for each multiprocessor.
       together: tiles that follow each other for one slice of features, so that those of one
         group read W at the same time.
+      width: features of each block; with fewer than 64 there is one block, the rest of which is
+        multiplied for nothing, or for u.
     """
 
     blocks: int
@@ -46,11 +50,12 @@ class ProductSchedule:
     buffers: int
     programs: int
     together: int
+    width: int = 64
 
     @property
     def features(self) -> int:
         """Output features of a tile (of the gate part alone when gated)."""
-        return 64 * self.blocks * self.consumers
+        return self.width * self.blocks * self.consumers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +80,19 @@ class ShrinkSchedule:
 
 
 def product_schedule(
-    rows: int, groups: int, width: int, parts: int = 1, out_bytes: int = 2, made_ranks: int = 0
+    rows: int,
+    groups: int,
+    width: int,
+    parts: int = 1,
+    out_bytes: int = 2,
+    contract: int = 2,
+    made_ranks: int = 0,
 ) -> ProductSchedule:
     """For `rows` rows over `groups` groups, `width` features in each of `parts` parts.
 
     Args:
-      out_bytes: of one element of the result. made_ranks: of u, where the product makes it.
+      out_bytes: of one element of the result. contract: see `product_kernel`.
+      made_ranks: of u, where the product makes it.
     """
     mean = rows / groups
     heights = _heights(rows, groups)
@@ -101,8 +113,11 @@ def product_schedule(
         active = groups * (1 - (1 - 1 / groups) ** rows)
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
         consumers = 1 if narrow > wide + 0.08 else 2
-    w_rows = parts * blocks * consumers * 64
-    stage = depth * (w_rows + rows_of_a(made_ranks, depth) + heights[-1]) * 128
+    narrow = 64
+    if depth > 1 and heights == (8,) and groups == parts == 1 and contract == 2:
+        narrow = _narrow(width, made_ranks)
+    w_rows = parts * blocks * consumers * narrow
+    stage = depth * (block_rows(w_rows, made_ranks, depth) + heights[-1]) * 128
     words = 4 * TILES * words_of_tile(heights)
     buffer = consumers * min(CHUNK, heights[-1]) * 64 * out_bytes
     free = SHARED_MEMORY - _whole(words, ARRAY)
@@ -115,8 +130,8 @@ def product_schedule(
     free -= _whole(buffers * buffer, ARRAY)
     if depth > 1 and free // stage < 3:
         depth = 1
-        stage = (w_rows + rows_of_a(made_ranks, depth) + heights[-1]) * 128
-    tiles = most_tiles * -(-width // (64 * blocks * consumers))
+        stage = (block_rows(w_rows, made_ranks, depth) + heights[-1]) * 128
+    tiles = most_tiles * -(-width // (narrow * blocks * consumers))
     return ProductSchedule(
         blocks,
         consumers,
@@ -126,15 +141,29 @@ def product_schedule(
         buffers,
         min(PROGRAMS, tiles),
         tiles_together(rows, groups),
+        narrow,
     )
 
 
-def rows_of_a(ranks: int, depth: int) -> int:
-    """Rows of A, and of room, after those of W in each block of a stage that has so many ranks.
+def _narrow(width: int, made_ranks: int) -> int:
+    """Features of a tile of a layer of so few that programs of 64 would draw less than memory has.
 
-    Stages begin where blocks of 64 rows do.
+    With those of u they are one block.
     """
-    return _whole(ranks, 64 // depth)
+    features = 64
+    while features > NARROWEST and width // features < ENOUGH_PROGRAMS:
+        features //= 2
+    while NARROWEST < features < 64 and features + made_ranks > 64:
+        features //= 2
+    return features if features + made_ranks <= 64 else 64
+
+
+def block_rows(w_rows: int, made_ranks: int, depth: int) -> int:
+    """Rows of each block of a stage: of W, then of A if the product makes u, and room.
+
+    The tensor cores take 64; stages begin where blocks of 64 rows do.
+    """
+    return max(64, w_rows + _whole(made_ranks, 64 // depth))
 
 
 def tiles_together(rows: int, groups: int) -> int:

@@ -82,7 +82,7 @@ def product(
     out_dtype = out_dtype or x.dtype
     factors = tuple(map(_whole_ranks, factors))
     schedule = functools.partial(
-        product_schedule, x.shape[0], w.shape[0], width, parts, out_dtype.itemsize
+        product_schedule, x.shape[0], w.shape[0], width, parts, out_dtype.itemsize, contract
     )
     where = tuple(starts), tuple(firsts)
     terms, made_ranks = None, 0

@@ -106,26 +106,31 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     few_rows = jax.eval_shape(
         functools.partial(gpu_rows.plan, groups, slots), number(1, shape.top_k), number(1)
     ).tables
-    one_row = jax.eval_shape(functools.partial(mosaic_gpu.tables, None, groups=1), number(1))
 
-    def product_of_one(few, k, widths, gate=None):
-        """Of all rows of one token, or of the token itself."""
-        its, count, of = (few_rows, shape.top_k, groups) if few else (one_row, 1, 1)
+    def product_of_few(its, count, of, k, widths, **static):
         starts = tuple(sum(widths[:part]) for part in range(len(widths)))
 
         def function(x, w, tables, a, b, scalings):
             firsts = (0,) * len(widths)
             u = mosaic_gpu.shrink_for_product(x, tables, a, firsts, scalings, firsts)
-            return mosaic_gpu.product(x, w, tables, u, b, starts, firsts, contract=2, gate=gate)
+            return mosaic_gpu.product(x, w, tables, u, b, starts, firsts, contract=2, **static)
 
         a = tuple(array(slots, of, rank, k) for _ in widths)
         b = tuple(array(slots, of, rank, width) for width in widths)
         scalings = tuple(array(slots, of, dtype=jnp.float32) for _ in widths)
         return function, (array(count, k), array(of, sum(widths), k), its, a, b, scalings)
 
-    yield "gate_up gated of one token", *product_of_one(True, hidden, (wide, wide), shape.gate)
-    yield "down of one token", *product_of_one(True, wide, (hidden,))
-    yield "dense of one token", *product_of_one(False, hidden, (4096, 512, 512))
+    def dense(count, widths, **static):
+        its = jax.eval_shape(functools.partial(mosaic_gpu.tables, None, groups=1), number(count))
+        return product_of_few(its, count, 1, hidden, widths, **static)
+
+    of_token = few_rows, shape.top_k, groups
+    both = product_of_few(*of_token, hidden, (wide, wide), gate=shape.gate)
+    yield "gate_up gated of one token", *both
+    yield "down of one token", *product_of_few(*of_token, wide, (hidden,))
+    yield "dense of one token", *dense(1, (4096, 512, 512))
+    yield "narrow of one token", *dense(1, (2048,))
+    yield "narrow float32 of few", *dense(8, (128,), out_dtype=jnp.dtype(jnp.float32))
 
     yield "spread", spread_rows, (array(tokens, hidden), number(tokens, shape.top_k))
 

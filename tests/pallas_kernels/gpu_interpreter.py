@@ -105,7 +105,8 @@ class ProductCase(ProductSizes):
         parts = 1 if self.gate is None else 2
         out_dtype = jnp.dtype(self.out_dtype)
         width = self.n // parts
-        schedule = product_schedule(self.rows, self.groups, width, parts, out_dtype.itemsize)
+        sizes = self.rows, self.groups, width, parts, out_dtype.itemsize, self.contract
+        schedule = product_schedule(*sizes)
         cut = dict(programs=PROGRAMS, stages=min(schedule.stages, 3)) | dict(self.cut)
         schedule = dataclasses.replace(schedule, **cut)
         ranks = tuple(term.rank for term in self.terms) or (8,)

@@ -38,6 +38,7 @@ PRODUCTS = {
     "two parts": ProductCase(20, 128, 192, (Term(0, 128, 24), Term(128, 64, 8, shared=True))),
     "gated": ProductCase(20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8)), gate=Gate()),
     "backward": ProductCase(20, 128, 128, (Term(0, 128, 40), Term(0, 128, 8)), contract=1),
+    "narrow tiles": ProductCase(7, 256, 160, (Term(0, 96, 16), Term(96, 64, 24)), groups=1),
     "a layer of several": ProductCase(
         20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8, shared=True)), gate=Gate(), layered=True
     ),
@@ -123,7 +124,8 @@ INNER = {
     ),
 }
 SLOW_INNER = {
-    "one row of one group": InnerCase(1, 576, 320, (Term(0, 64, 40), Term(64, 256, 16)), groups=1),
+    "a narrow tile": InnerCase(1, 576, 320, (Term(0, 64, 40), Term(64, 256, 16)), groups=1),
+    "a tile that cannot be narrow": InnerCase(1, 320, 128, (Term(0, 128, 56),), groups=1),
     "a layer of several": InnerCase(5, 64, 64, (Term(0, 64, 16, shared=True),), layered=True),
     "two blocks of features": InnerCase(4, 64, 256, (Term(0, 256, 8),), cut=(("blocks", 2),)),
     "gate of one term": InnerCase(4, 64, 128, (Term(64, 64, 56),), gate=GPT_OSS),

@@ -85,9 +85,9 @@ def product_memory(*sizes, **options) -> int:
     return shared_memory(product_layout(*sizes, **options))
 
 
-def check_product(rows, groups, width, parts, out_bytes=2) -> gs.ProductSchedule:
-    schedule = gs.product_schedule(rows, groups, width, parts, out_bytes)
-    assert schedule == gs.product_schedule(rows, groups, width, parts, out_bytes)
+def check_product(rows, groups, width, parts, out_bytes=2, contract=2) -> gs.ProductSchedule:
+    schedule = gs.product_schedule(rows, groups, width, parts, out_bytes, contract)
+    assert schedule == gs.product_schedule(rows, groups, width, parts, out_bytes, contract)
     check_heights(schedule.heights)
     # More variants of the whole K loop and the compiler spills registers.
     assert len(schedule.heights) <= 3
@@ -100,7 +100,13 @@ def check_product(rows, groups, width, parts, out_bytes=2) -> gs.ProductSchedule
     assert set(schedule.heights) <= set(ends)
     # Products of one layer share their tiles.
     assert gs.tile_height(rows, groups) == schedule.heights[-1]
-    assert schedule.features % 64 == 0 and schedule.buffers >= 1
+    assert schedule.buffers >= 1
+    if schedule.width < 64:
+        # Part of one block, of rows that are stored one by one.
+        assert schedule.features in (16, 32) and groups == parts == 1 and contract == 2
+        assert schedule.heights == (8,)
+    else:
+        assert schedule.features % 64 == 0
     assert 1 <= schedule.programs <= MULTIPROCESSORS
     assert schedule.together == gs.tiles_together(rows, groups) >= 1
     # A stage is released while the next one is read.
@@ -156,10 +162,23 @@ def test_products_that_make_u(name, rank):
         assert layout.inner.fits(schedule.features) and schedule.stages >= 3
         assert shared_memory(layout) <= LIMIT
         # All ranks are among the last 64 rows; where stages of W begin, stages of B do.
-        assert used <= layout.a_rows <= 64
-        b_blocks = layout.b_per_stage
-        assert b_blocks * 64 == schedule.depth * (layout.w_rows + layout.a_rows)
-        assert b_blocks >= layout.terms_of_stage * schedule.features // 64
+        assert 0 <= layout.first_rank and layout.first_rank + used <= 64
+        assert layout.b_per_stage * 64 == schedule.depth * layout.block_rows
+        assert layout.b_per_stage >= layout.terms_of_stage * layout.feature_blocks
+
+
+@pytest.mark.parametrize(
+    "width, made_ranks, features",
+    [(5120, 0, 64), (5120, 48, 64), (2048, 0, 32), (2048, 32, 32), (2048, 48, 16), (128, 16, 16)],
+)
+def test_few_features_are_spread_over_many_programs(width, made_ranks, features):
+    schedule = gs.product_schedule(1, 1, width, made_ranks=made_ranks)
+    assert schedule.features == features and schedule.programs == width // features
+    assert gs.product_schedule(1, 1, width, contract=1).width == 64
+
+
+def test_ranks_that_leave_no_room_for_few_features():
+    assert gs.product_schedule(1, 1, 128, made_ranks=64).width == 64
 
 
 def test_products_that_cannot_make_u():
@@ -220,8 +239,8 @@ ROWS = st.one_of(st.integers(1, 300), st.integers(1, 300_000))
 def test_any_product(rows, groups, width, parts, ranks, contract, wide):
     ranks = tuple(ranks[:2] if parts == 2 else ranks)
     out_dtype = jnp.dtype(jnp.float32 if wide and parts == 1 else jnp.bfloat16)
-    schedule = check_product(rows, groups, width, parts, out_dtype.itemsize)
     contract = 2 if parts == 2 else contract
+    schedule = check_product(rows, groups, width, parts, out_dtype.itemsize, contract)
     memory = product_memory(schedule, rows, groups, 512, width, parts, ranks, contract, out_dtype)
     assert memory <= LIMIT, schedule
 
