@@ -1,9 +1,10 @@
 """Which experts routers choose: in the engine's steps, and in the trainer's pass.
 
 Neither keeps that. So the engine's steps are taken a second time, each from the array that the host
-sent for it, with the same weights, slots and pages, by a function that does what the step does and
-also hands out the choices. What it samples must be what was sampled, bit for bit. The trainer's
-pass forward is run a second time too, and each router's choice found from its layer's input there.
+sent for it or that the step before gives, with the same weights, slots and pages, by a function
+that does what the step does and also hands out the choices. What it samples must be what was
+sampled, bit for bit. The trainer's pass forward is run a second time too, and each router's choice
+found from its layer's input there.
 """
 
 from __future__ import annotations
@@ -78,16 +79,17 @@ class Replay:
         steps, found = self._steps, {request: [] for request in requests}
         base, bank = steps.arrays.base, steps.arrays.bank.stacks
         # None is fed back that these steps have not sampled themselves.
-        last_tokens = jnp.zeros_like(steps.last_tokens)
+        last_tokens, packed = jnp.zeros_like(steps.last_tokens), None
         for batch in recorded.batches:
-            arguments = base, bank, steps.pages, last_tokens, batch.packed
+            packed = packed if batch.packed is None else batch.packed
+            arguments = base, bank, steps.pages, last_tokens, packed
             if batch.size not in self._compiled:
                 self._compiled[batch.size] = self._compile(*arguments)
             results = self._compiled[batch.size](*arguments)
-            steps.pages, last_tokens, chosen, experts = results
+            steps.pages, last_tokens, packed, chosen, experts = results
             _check_same(batch, np.asarray(chosen))
             experts = np.asarray(experts)
-            for chunk in batch.chunks:
+            for chunk in batch.chunks_now():
                 places = slice(chunk.offset, chunk.offset + chunk.length)
                 found[chunk.request].append(experts[:, places])
         for request, chunk in _first_chunks(recorded).items():
@@ -103,22 +105,24 @@ class Replay:
 
 
 def _step(layout, arrays, base, bank, pages, last_tokens, packed):
-    """A step's pages, last tokens and `chosen`, and int32 [layers, T, choices]."""
-    pages, last_tokens, _, chosen, experts = routed_step(
+    """A step's pages, last tokens, `packed` and `chosen`, and int32 [layers, T, choices]."""
+    pages, last_tokens, _, packed, chosen, experts = routed_step(
         layout, arrays, base, bank, pages, last_tokens, packed
     )
-    return pages, last_tokens, chosen, jnp.stack(experts)
+    return pages, last_tokens, packed, chosen, jnp.stack(experts)
 
 
 def _first_chunks(recorded: Recorded) -> dict[Request, Chunk]:
-    chunks = (chunk for batch in reversed(recorded.batches) for chunk in reversed(batch.chunks))
+    chunks = (
+        chunk for batch in reversed(recorded.batches) for chunk in reversed(batch.chunks_now())
+    )
     return {chunk.request: chunk for chunk in chunks}
 
 
 def _check_whole(requests: Sequence[Request], recorded: Recorded) -> None:
     first = _first_chunks(recorded)
     computed = {request: first[request].start if request in first else 0 for request in requests}
-    for chunk in (chunk for batch in recorded.batches for chunk in batch.chunks):
+    for chunk in (chunk for batch in recorded.batches for chunk in batch.chunks_now()):
         if chunk.start == computed[chunk.request]:
             computed[chunk.request] += chunk.length
     for request, tokens in computed.items():
@@ -137,7 +141,7 @@ def _check_whole(requests: Sequence[Request], recorded: Recorded) -> None:
 
 def _check_same(batch: StepBatch, chosen: np.ndarray) -> None:
     (tokens,), (logprobs,) = split_chosen(chosen)
-    for chunk in batch.chunks:
+    for chunk in batch.chunks_now():
         if not chunk.samples:
             continue
         request, place = chunk.request, chunk.start + chunk.length

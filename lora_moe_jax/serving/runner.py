@@ -73,6 +73,7 @@ class Runner:
         self._eos_token_ids = eos_token_ids
         self._under_way: deque[UnderWay] = deque()
         self._host_seconds = 0.0
+        self._page_size = scheduler.pool.page_size
         self._streams: dict[Request, TextStream] = {}
         self.deltas: dict[Request, deque[Delta]] = {}
 
@@ -95,8 +96,9 @@ class Runner:
             unfinished = list(requests)
             while unfinished:
                 for request in list(unfinished):
-                    while self.deltas[request]:
-                        yield self.deltas[request].popleft()
+                    deltas = self.deltas[request]
+                    while deltas:
+                        yield deltas.popleft()
                     if request.done:
                         unfinished.remove(request)
                 # One that was aborted after its turn has a delta to hand over first.
@@ -188,14 +190,17 @@ class Runner:
             score_logprobs = self.steps.fetch(scores.logprobs)
             logits = None if scores.logits is None else self.steps.fetch(scores.logits)
             score_likely = self._top_rows(scores.top)
+        generated = 0
         for chunk in under_way.batch.chunks:
             request, row = chunk.request, chunk.row
             if chunk.samples:
                 for some_tokens, some_logprobs in several:
                     if request.life == chunk.life:
                         self._take_token(chunk, some_tokens[row], some_logprobs[row], likely)
+                        generated += 1
             elif request.life == chunk.life and isinstance(request, ScoreRequest):
                 self._take_score(request, chunk, score_logprobs, logits, score_likely)
+        self.counts["generated_tokens"] += generated
 
     def _top_rows(self, top: TopK | None) -> TopRows | None:
         return None if top is None else TopRows(*map(self.steps.fetch, top))
@@ -222,8 +227,7 @@ class Runner:
         request.versions.append(chunk.version)
         if count:
             request.top_logprobs.append(likely.pairs(chunk.row, count))
-        self.counts["generated_tokens"] += 1
-        if (len(request.cached) + 1) * self.scheduler.pool.page_size <= len(tokens):
+        if (len(request.cached) + 1) * self._page_size <= len(tokens):
             self.scheduler.share(request)
         stream = self._streams.get(request)
         text = None if stream is None else stream.push(token)

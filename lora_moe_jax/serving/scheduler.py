@@ -27,6 +27,9 @@ All this holds within a priority and while no request of a higher one comes: as 
 lower priority starves for as long as they keep coming. Of the lower ones, no more than `MAX_PASSES`
 with adapters pass a request that waits for a slot.
 
+A step that is the one before with each request a token further is not laid out, as the device has
+what it needs. So whatever changes anything else must say so (`_repeats`).
+
 Steps are laid out before the results of earlier ones are known; `request.pending` counts tokens on
 their way. The device takes steps in the order in which they were begun, so no more is needed than
 that the host's books follow that order too:
@@ -53,6 +56,11 @@ from lora_moe_jax.serving.prefix_cache import CachedPage, PageKey
 from lora_moe_jax.serving.request import Request, ScoreRequest
 from lora_moe_jax.serving.step_batch import RowTable, StepBatch
 from lora_moe_jax.serving.step_layout import StepLayout
+
+# When one request needs a page, those that will within so many tokens get theirs too: for each time
+# that pages are given the host lays a step out anew and sends it. With 64 requests and pages of 64
+# tokens that would be nearly every step, and is every 16th so.
+EARLY = 16
 
 # About as many as run together: the batch stays full while the one slot that is waited for empties,
 # and the wait grows by about the length of one request.
@@ -93,6 +101,7 @@ class Scheduler:
         self.decode_steps = decode_steps
         self._rows = RowTable(StepLayout(rows, pages_per_request))
         self.page_tables = self._rows.values.page_tables
+        self._pages_per_request = pages_per_request
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._most_rows = rows
@@ -100,6 +109,10 @@ class Scheduler:
         # Whether one that waits may be admitted now, as far as is known without looking.
         self._look = False
         self._awaited: set[PageKey] = set()  # pages for which the last look passed some
+        self._last: StepBatch | None = None
+        # How many of the next steps are the last one over again, each request a token further.
+        # Whatever changes who runs, what its pages and slot are or what computes it makes this 0.
+        self._repeats = 0
 
     @property
     def unfinished(self) -> int:
@@ -132,6 +145,7 @@ class Scheduler:
         for request in [*self.waiting, *reversed(self.running)]:
             while request.adapter is not None and request.adapter.successor is not None:
                 request.switch(request.adapter.successor)
+                self._repeats = 0
                 if isinstance(request, ScoreRequest) and request.in_parts:
                     self._back_to_the_queue(request)
         self.drop_unloaded()
@@ -156,9 +170,12 @@ class Scheduler:
 
         None when there is nothing to do before a step under way is read, or at all.
         """
-        if not self._grow():
+        if not self._repeats and not self._grow():
             return None
         self._admit()
+        if self._repeats:
+            self._repeats -= 1
+            return self._booked(self._last.advanced())
         generating, prompts = self._split()
         if not generating and not prompts:
             return None
@@ -168,11 +185,30 @@ class Scheduler:
         total = total if steps == 1 else self._most_rows
         size = next(bucket for bucket in self.token_buckets if bucket >= total)
         batch = self._rows.lay_out(generating, prompts, size=size, steps=steps)
-        for chunk in batch.chunks:
-            chunk.request.computed += chunk.length + steps - 1
-            if chunk.completes:
-                chunk.request.pending += steps
+        self._booked(batch)
+        self._repeats = self._steps_alike(batch)
         return batch
+
+    def _booked(self, batch: StepBatch) -> StepBatch:
+        """Enters a batch into its requests' books, as it is about to be begun."""
+        self._last, steps = batch, batch.steps
+        for chunk in batch.chunks:
+            request = chunk.request
+            request.computed += chunk.length + steps - 1
+            if chunk.completes:
+                request.pending += steps
+        return batch
+
+    def _steps_alike(self, batch: StepBatch) -> int:
+        """How many steps may follow that differ from this one by a token of each request alone.
+
+        Filters are run from the host's array. Where the device may take several steps by itself,
+        whether it may now is asked in every step.
+        """
+        if batch.generating < len(self.running) or batch.filters or self.decode_steps > 1:
+            return 0
+        size = self.pool.page_size
+        return min(min(r.capacity, len(r.pages) * size) - r.computed for r in self.running)
 
     def wrote(self, batch: StepBatch) -> None:
         """The batch has been begun: pages of prompts that it fills may be found from now on."""
@@ -190,7 +226,7 @@ class Scheduler:
             self._look |= key in self._awaited
             if cached.page != pages[place]:  # another request has filled one just like it
                 self.pool.give_back([pages[place]])
-                pages[place] = self.page_tables[request.row, place] = cached.page
+                self._set_pages(request, place, [cached.page])
                 self._look = True
 
     def _being_filled(self, request: Request) -> PageKey | None:
@@ -222,7 +258,28 @@ class Scheduler:
                     return False
                 else:
                     self._preempt(max(reversed(self.running), key=_priority))
+        if lacking:
+            self._grow_early()
         return True
+
+    def _grow_early(self) -> None:
+        """Gives a page to every running request that will lack one soon, if there is one for each.
+
+        Then none lacks one until all these are in use: nobody makes room for them. Where one waits,
+        as many as it can need stay free.
+        """
+        size, spare = self.pool.page_size, self.pool.free
+        early = min(EARLY, size - 1)  # so nobody gets two
+        if self.waiting:
+            spare -= self._pages_per_request
+        soon = [
+            r
+            for r in self.running
+            if len(r.pages) * size < min(len(r.tokens) + r.pending + early, r.capacity)
+        ]
+        if len(soon) <= spare:
+            for request in soon:
+                self._append_pages(request, self.pool.take(1))
 
     def _preempt(self, request: Request) -> None:
         self._back_to_the_queue(request)
@@ -285,12 +342,16 @@ class Scheduler:
         self.counts["prefix_hit_tokens"] += min(request.computed, request.prompt_length)
 
     def _append_pages(self, request: Request, pages: list[int]) -> None:
-        start = len(request.pages)
-        request.pages += pages
-        self.page_tables[request.row, start : len(request.pages)] = pages
+        self._set_pages(request, len(request.pages), pages)
+
+    def _set_pages(self, request: Request, start: int, pages: list[int]) -> None:
+        end = start + len(pages)
+        request.pages[start:end] = self.page_tables[request.row, start:end] = pages
+        self._repeats = 0
 
     def _stop(self, request: Request) -> None:
         self._look = True
+        self._repeats = 0
         request.life += 1
         self.running.remove(request)
         self.pool.prefixes.release(request.cached)

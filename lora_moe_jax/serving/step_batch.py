@@ -36,21 +36,33 @@ class StepBatch(NamedTuple):
     """A batch of `size` tokens as the device takes it.
 
     Attributes:
-      packed: int32, see `StepLayout`.
+      packed: int32, see `StepLayout`. None where the step before, of the same size, was of the same
+        rows, a token earlier each, and nothing has changed: what it gave is taken.
       steps: how many steps the device takes by itself, feeding its tokens back.
       filters: whether the next token of any row is filtered by top-k, top-p or min-p.
       top: whether the most likely tokens in its place are wanted for any row.
-      chunks: what is in the batch; of a batch of several steps, what the first one takes.
+      chunks: what is in the batch, as it was laid out; of a batch of several steps, what the first
+        one takes.
       generating: how many of them, the first, are tokens that their requests generated.
+      age: how many steps ago it was laid out: each chunk starts so many tokens later now.
     """
 
-    packed: np.ndarray
+    packed: np.ndarray | None
     size: int
     steps: int
     filters: bool
     top: bool
     chunks: list[Chunk]
     generating: int
+    age: int = 0
+
+    def advanced(self) -> StepBatch:
+        """The step that follows one of requests that all generate, where nothing has changed."""
+        return self._replace(packed=None, age=self.age + 1)
+
+    def chunks_now(self) -> list[Chunk]:
+        """The chunks where they start in this step."""
+        return [chunk._replace(start=chunk.start + self.age) for chunk in self.chunks]
 
 
 class RowTable:

@@ -1,9 +1,11 @@
 """What the engine's compiled steps do on the device.
 
 `step` runs the model over a flat batch of T tokens and samples a token for each row that is to have
-one; `decode` takes several such steps in a loop. Both take one array from the host, `StepLayout`'s,
-and keep each row's last token on the device, so that the next step can be begun before this one's
-tokens are read. `score_rows` turns the hidden states of a step into logprobs of given tokens.
+one; `decode` takes several such steps in a loop. Both take one array, `StepLayout`'s, and keep each
+row's last token on the device, so that the next step can be begun before this one's tokens are
+read. The array comes from the host, or from the step before: each gives the one that follows if the
+same rows go on with a token each, and then the host sends nothing. `score_rows` turns the hidden
+states of a step into logprobs of given tokens.
 
 Nothing in `step` may depend on the device's own values for which code runs: a GPU's host waits for
 each such decision (measured, JAX 0.11.2: a conditional or a loop of unknown length holds the call
@@ -24,19 +26,27 @@ from lora_moe_jax.layers.logprobs import token_logprobs, top_logprobs
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.serving.model_arrays import ModelArrays
 from lora_moe_jax.serving.sampler import SamplingRows, sample
-from lora_moe_jax.serving.step_layout import FED_BACK, RowInputs, StepInputs, StepLayout
+from lora_moe_jax.serving.step_layout import (
+    FED_BACK,
+    RowInputs,
+    StepInputs,
+    StepLayout,
+    advanced,
+)
 from pallas_kernels import PageView
 
 TopK = tuple[jax.Array, jax.Array]  # int32 ids [rows, K] and their logprobs, most likely first
 
 
 def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, results, packed):
-    """One step: (pages, last_tokens, (hidden, logits), chosen), see `Results`.
+    """One step: (pages, last_tokens, (hidden, logits), packed, chosen), see `Results`.
 
-    Hidden states and logits take the memory of earlier ones, which are given for that alone.
+    Hidden states and logits take the memory of earlier ones, which are given for that alone. What
+    it gives as `packed` is for the same rows a token later, if each token of this step is of a row
+    that is given its next one.
     """
     del results
-    return _step(layout, arrays, base, bank, pages, last_tokens, packed, routed=False)[:4]
+    return _step(layout, arrays, base, bank, pages, last_tokens, packed, routed=False)[:5]
 
 
 def routed_step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, packed):
@@ -49,7 +59,8 @@ def _step(layout, arrays, base, bank, pages, last_tokens, packed, routed: bool):
     model = arrays.merge(base, bank)
     pages, hidden, logits, choices = _forward(model, pages, last_tokens, inputs, routed)
     last_tokens, chosen = _choose(logits, inputs.rows, last_tokens, filters=False)
-    return pages, last_tokens, (hidden, logits), chosen[None], choices
+    packed = layout.repack(advanced(inputs))
+    return pages, last_tokens, (hidden, logits), packed, chosen[None], choices
 
 
 def decode(
@@ -63,23 +74,17 @@ def decode(
     packed,
 ):
     """Several steps of a batch of one token for each row: (pages, last_tokens, chosen)."""
-    inputs = layout.unpack(packed)
     model = arrays.merge(base, bank)
-    real, rows = inputs.request >= 0, last_tokens.shape[0]
-    chosen = jnp.zeros((steps, 2, rows), jnp.int32)
+    chosen = jnp.zeros((steps, 2, last_tokens.shape[0]), jnp.int32)
 
     def body(i, carry):
-        pages, last_tokens, chosen = carry
-        now = inputs._replace(
-            tokens=jnp.where(real & (i > 0), FED_BACK, inputs.tokens),
-            positions=inputs.positions + jnp.where(real, i, 0),
-            rows=inputs.rows._replace(step=inputs.rows.step + i),
-        )
-        pages, _, logits, _ = _forward(model, pages, last_tokens, now)
-        last_tokens, one = _choose(logits, now.rows, last_tokens, filters=None)
-        return pages, last_tokens, chosen.at[i].set(one)
+        pages, last_tokens, inputs, chosen = carry
+        pages, _, logits, _ = _forward(model, pages, last_tokens, inputs)
+        last_tokens, one = _choose(logits, inputs.rows, last_tokens, filters=None)
+        return pages, last_tokens, advanced(inputs), chosen.at[i].set(one)
 
-    pages, last_tokens, chosen = lax.fori_loop(0, steps, body, (pages, last_tokens, chosen))
+    carry = pages, last_tokens, layout.unpack(packed), chosen
+    pages, last_tokens, _, chosen = lax.fori_loop(0, steps, body, carry)
     return pages, last_tokens, chosen
 
 

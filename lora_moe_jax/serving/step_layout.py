@@ -1,4 +1,5 @@
-"""What the host tells a step, as one int32 array: it goes to the device in one copy.
+"""What the host tells a step, as one int32 array: it goes to the device in one copy, or not at all
+where it follows from the step before (`advanced`).
 
 First what differs with every step, three numbers for each token of the flat batch; then a part for
 the rows, that is for the requests that run, most of which stays from a request's start to its end.
@@ -12,6 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 # In place of a token that the host does not know yet: the last one sampled for the token's row.
@@ -101,6 +104,20 @@ class StepLayout:
         tokens = (packed.shape[0] - self.row_size) // 3
         flat = [packed[i * tokens : (i + 1) * tokens] for i in range(3)]
         return StepInputs(*flat, self.row_values(packed[3 * tokens :]))
+
+    def repack(self, inputs: StepInputs) -> jax.Array:
+        """int32 [size(T)] of what was unpacked, inside a compiled function."""
+        return jnp.concatenate([x.view(jnp.int32).ravel() for x in jax.tree.leaves(inputs)])
+
+
+def advanced(inputs: StepInputs) -> StepInputs:
+    """One token for each row, a step later: each token is the one that its row was given."""
+    real, rows = inputs.request >= 0, inputs.rows
+    return inputs._replace(
+        tokens=jnp.where(real, FED_BACK, inputs.tokens),
+        positions=inputs.positions + real,
+        rows=rows._replace(step=rows.step + (rows.sample_at >= 0)),
+    )
 
 
 def split_chosen(chosen: np.ndarray) -> tuple[list[list[int]], list[list[float]]]:

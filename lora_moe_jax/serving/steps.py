@@ -6,7 +6,7 @@ runs under `shard_map`.
 
 What a step reads and writes lies in one place for good, and its results go where an earlier
 step's were: a GPU replays CUDA graphs, and its host rewrites every node of which an operand has
-moved. Only what the host sends, and the few numbers that it reads back, come and go.
+moved. Only what the host sends, where it does, and the few numbers that it reads back, come and go.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Steps:
         self.arrays, self.config, self.pages = arrays, config, pages
         self.layout = StepLayout(requests, pages_per_request)
         self.last_tokens = self._zeros((requests,), jnp.int32)
+        self._packed: jax.Array | None = None  # what the last step gave for the one that follows
         self._logits = self._zeros((requests, config.vocab_size), jnp.float32)
         self._hidden = {}
         for size in token_buckets:
@@ -137,11 +138,13 @@ class Steps:
         name = f"step[{size}]" if steps == 1 else f"decode[{size}] × {steps}"
         self._check_name(name)
         kept = self.pages, self.last_tokens
+        packed = self._packed if batch.packed is None else batch.packed
+        self._packed = None  # a new one may lie where it lay
         if steps > 1:
-            self.pages, self.last_tokens, chosen = self._call(name, *kept, batch.packed)
+            self.pages, self.last_tokens, chosen = self._call(name, *kept, packed)
         else:
             results = self._hidden[size], self._logits
-            *kept, results, chosen = self._call(name, *kept, results, batch.packed)
+            *kept, results, self._packed, chosen = self._call(name, *kept, results, packed)
             self.pages, self.last_tokens = kept
             self._hidden[size], self._logits = results
         if steps == 1 and batch.filters:
@@ -194,18 +197,18 @@ class Steps:
         if name not in self._compiled:
             raise LateCompileError(f"there is no step {name}; the engine has {self.names}")
 
-    def _packed(self, size: int) -> jax.ShapeDtypeStruct:
+    def _packed_shape(self, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.layout.size(size),), jnp.int32)
 
     def _step_job(self, size: int) -> _Job:
         function = functools.partial(step, self.layout)
         results = self._hidden[size], self._logits
-        inputs = self.pages, self.last_tokens, results, self._packed(size)
-        return _Job(function, inputs, (2, 3, 4))
+        inputs = self.pages, self.last_tokens, results, self._packed_shape(size)
+        return _Job(function, inputs, (2, 3, 4, 5))
 
     def _decode_job(self, size: int, steps: int) -> _Job:
         function = functools.partial(decode, steps, self.layout)
-        return _Job(function, (self.pages, self.last_tokens, self._packed(size)), (2, 3))
+        return _Job(function, (self.pages, self.last_tokens, self._packed_shape(size)), (2, 3))
 
     def _lower(self, job: _Job, kernels: Executor) -> jax.stages.Lowered:
         """A job ready to be compiled; its kernels are being compiled then."""
@@ -213,21 +216,21 @@ class Steps:
         bound.__name__ = _name(job.function)  # what compile logs call it
         arguments = (self.arrays.base, self.arrays.bank.stacks, *job.inputs)
         if self.arrays.mesh is not None:
-            bound, arguments = self._on_mesh(bound, arguments, job.inputs[0] is self.pages)
+            bound, arguments = self._on_mesh(bound, arguments, job)
         # A step does not read what lies where it writes: dropped as unused, it is not donated.
         jitted = jax.jit(bound, donate_argnums=job.donated, keep_unused=True)
         lowered = jitted.lower(*arguments)
         compile_kernels(lowered, kernels)
         return lowered
 
-    def _on_mesh(self, bound, arguments, with_pages: bool):
+    def _on_mesh(self, bound, arguments, job: _Job):
         """Splits weights, bank and pages as the mesh asks; everything else is replicated."""
         mesh, replicated = self.arrays.mesh, PartitionSpec()
         base, bank = self.arrays.specs()
-        if with_pages:
+        if job.inputs[0] is self.pages:
             pages = page_specs(self.config, mesh)
             others = [pages, *[replicated] * len(arguments[3:])]
-            out = pages, *[replicated] * (len(others) - 1)
+            out = pages, *[replicated] * len(job.donated)
         else:
             others, out = [replicated] * len(arguments[2:]), replicated
         mapped = jax.shard_map(
@@ -258,7 +261,10 @@ class Steps:
 
 
 class _Job(NamedTuple):
-    """A function to compile, the shapes of what it takes after the weights, and what it may eat."""
+    """A function to compile, the shapes of what it takes after the weights, and what it may eat.
+
+    One that takes pages gives back what it eats, in that order, and one thing more.
+    """
 
     function: Callable
     inputs: tuple

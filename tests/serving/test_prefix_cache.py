@@ -207,7 +207,7 @@ class Simulation:
             assert oldest in {chunk.request for chunk in batch.chunks}, "it must get on"
         page_tables = unpacked(self.one, batch).rows.page_tables
         written = set()
-        for chunk in batch.chunks:
+        for chunk in batch.chunks_now():
             request = chunk.request
             for place in range(chunk.start, chunk.start + chunk.length + batch.steps - 1):
                 cell = cell_of(page_tables, request, place)
@@ -216,7 +216,7 @@ class Simulation:
                 written.add(cell)
                 self.memory[cell] = content(request, place)
                 self.computed += 1
-        for chunk in batch.chunks:
+        for chunk in batch.chunks_now():
             request = chunk.request
             for place in range(chunk.start + chunk.length + batch.steps - 1):
                 assert self.memory[cell_of(page_tables, request, place)] == content(request, place)

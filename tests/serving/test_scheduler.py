@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lora_moe_jax import SamplingParams
+from lora_moe_jax.serving import scheduler as scheduling
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.request import GenerateRequest, ScoreRequest
 from lora_moe_jax.serving.scheduler import Scheduler
+from lora_moe_jax.serving.step_layout import FED_BACK
 from tests.serving.helpers import unpacked
 
 PAGE, MAX_LENGTH = 4, 32
@@ -71,12 +73,13 @@ def check(one: Scheduler, batch) -> None:
     rows = [request.row for request in one.running]
     assert len(rows) == len(set(rows)) and set(rows) <= set(range(len(one.page_tables)))
     used = np.full(size, -1)
-    for chunk in batch.chunks:
+    for chunk in batch.chunks_now():
         request, span = chunk.request, slice(chunk.offset, chunk.offset + chunk.length)
         assert 1 <= chunk.length <= one.prefill_chunk
         assert (used[span] == -1).all(), "two chunks share a row"
         used[span] = request.row
-        assert inputs.tokens[span].tolist() == request.tokens[chunk.start :][: chunk.length]
+        tokens = request.tokens[chunk.start :][: chunk.length]
+        assert inputs.tokens[span].tolist() == ([FED_BACK] if batch.age else tokens)
         assert inputs.positions[span].tolist() == list(range(chunk.start, request.computed))
         pages = inputs.rows.page_tables[request.row].tolist()
         assert pages[: len(request.pages)] == request.pages
@@ -210,6 +213,133 @@ def test_a_request_that_generates_needs_no_page_for_its_last_token():
     one.add([request])
     take_results(one, one.next_batch())
     assert request.done and len(request.pages) == 1
+
+
+def in_steady_decode(one: Scheduler) -> list[GenerateRequest]:
+    """Two that have just entered their second page of `one`, and whose last step sent nothing."""
+    made = [generating(3, 20, i) for i in range(2)]
+    one.add(made)
+    while (batch := one.next_batch()).packed is not None:
+        take_results(one, batch)
+    take_results(one, batch)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "sends"),
+    [
+        (lambda one, made: None, False),
+        (lambda one, made: one.look_again(), False),
+        (lambda one, made: one.switch_versions(), False),
+        (lambda one, made: one.add([generating(1, 2, 2)]), True),
+        (lambda one, made: one.add([scoring(3, 2)]), True),
+        (lambda one, made: one.finish(made[0]), True),
+        (lambda one, made: one.start_over(), True),
+        (lambda one, made: one._preempt(made[1]), True),
+    ],
+)
+def test_what_the_device_has_is_sent_again_only_after_a_change(change, sends):
+    one = scheduler(pages=32)
+    made = in_steady_decode(one)
+    change(one, made)
+    assert (one.next_batch().packed is not None) == sends
+
+
+def sends(one: Scheduler) -> list[int]:
+    """Which of the steps that are left send something."""
+    found, step = [], 0
+    while batch := one.next_batch():
+        take_results(one, batch)
+        if batch.packed is not None:
+            found.append(step)
+        step += 1
+    return found
+
+
+def test_a_new_page_is_sent():
+    one = scheduler(pages=32)
+    one.add([generating(3, 11)])
+    # The prompt, with which it gets two pages; the first token; the third page; and the fourth.
+    assert sends(one) == [0, 1, 6, 10]
+
+
+def test_a_page_that_was_filled_twice_is_sent():
+    one = scheduler(pages=32)
+    one.add([generating(3, 11), generating(3, 11)])
+    assert sends(one) == [0, 1, 2, 6, 10], "in step 1 both fill their first page"
+
+
+def test_a_request_that_ends_by_its_length_is_left_out_at_once():
+    one = scheduler(pages=32)
+    one.add([generating(5, 20), generating(5, 5, 1)])
+    batches = [one.next_batch() for _ in range(8)]  # none is read
+    assert [len(batch.chunks) for batch in batches] == [2] * 5 + [1] * 3
+    assert [batch.packed is None for batch in batches[:6]] == [False] * 2 + [True] * 3 + [False]
+
+
+def test_a_filter_and_several_steps_at_once_are_sent():
+    one = scheduler(pages=32)
+    filtered = generating(3, 20)
+    filtered.params = SamplingParams(max_tokens=20, top_k=3)
+    one.add([filtered, generating(3, 20, 1)])
+    for _ in range(6):
+        batch = one.next_batch()
+        assert batch.packed is not None and batch.filters
+        take_results(one, batch)
+    one.finish(filtered)
+    one.decode_steps = 2
+    for _ in range(3):
+        batch = one.next_batch()
+        assert batch.packed is not None and batch.steps == 2
+    one.add([generating(1, 9, i) for i in range(2, 7)])
+    assert [one.next_batch().steps for _ in range(3)] == [1] * 3 and len(one.waiting) == 2
+    for waiting in list(one.waiting):
+        one.finish(waiting)
+    assert one.next_batch().steps == 2, "as soon as none waits"
+
+
+@pytest.mark.parametrize(
+    ("pages", "waiting", "given"),
+    [
+        (13, 0, [3, 3, 3, 3]),  # one is left, for two
+        (14, 0, [3, 4, 4, 3]),
+        (21, 1, [3, 3, 3, 3]),  # the one that waits may need 8
+        (22, 1, [3, 4, 4, 3]),
+    ],
+)
+def test_with_one_that_lacks_a_page_others_get_theirs_early(pages, waiting, given):
+    """The second and the third, two steps early; the last one needs no more."""
+    one = scheduler(pages=pages, buckets=(4, 32))
+    sizes = [(4, 20), (6, 20), (6, 20), (6, 7)]
+    made = [generating(*size, i) for i, size in enumerate(sizes)]
+    one.add([*made, *[scoring(1, 4)] * waiting])
+    for _ in range(5):
+        take_results(one, one.next_batch())
+        assert [len(request.pages) for request in made] == [2, 3, 3, 3]
+    take_results(one, one.next_batch())
+    assert [len(request.pages) for request in made] == given
+    assert one.counts["preemptions"] == 0 and len(one.waiting) == waiting
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=4),
+    st.integers(8, 20),
+)
+def test_nobody_makes_room_for_pages_that_were_given_early(kinds, pages):
+    def until_one_makes_room(early: int) -> int:
+        one, steps = scheduler(pages=pages, chunk=4), 0
+        one.add([generating(length, tokens, i) for i, (length, tokens) in enumerate(kinds)])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduling, "EARLY", early)
+            while (batch := one.next_batch()) and not one.counts["preemptions"]:
+                assert not one.waiting
+                take_results(one, batch)
+                steps += 1
+        return steps
+
+    assume(sum(-(-length // PAGE) + 1 for length, _ in kinds) <= pages)
+    assert until_one_makes_room(16) == until_one_makes_room(0)
 
 
 @given(st.lists(st.integers(0, 6), max_size=30), st.randoms(use_true_random=False))

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from lora_moe_jax import SamplingParams
 from lora_moe_jax.serving.request import GenerateRequest
 from lora_moe_jax.serving.step_batch import RowTable
-from lora_moe_jax.serving.step_layout import FED_BACK, RowInputs, StepLayout, split_chosen
+from lora_moe_jax.serving.step_layout import (
+    FED_BACK,
+    RowInputs,
+    StepLayout,
+    advanced,
+    split_chosen,
+)
 
 sizes = st.integers(1, 9)
 
@@ -25,13 +31,15 @@ def test_round_trip(tokens, rows, pages, random):
     part = some.integers(0, 2**32, layout.row_size, np.uint32).view(np.int32)
     packed = layout.pack(*flat, part)
     assert packed.dtype == np.int32 and packed.shape == (layout.size(tokens),)
-    here, there = layout.unpack(packed), jax.jit(layout.unpack)(packed)
+    here = layout.unpack(packed)
+    there, again = jax.jit(lambda x: (it := layout.unpack(x), layout.repack(it)))(packed)
     for name, expected in zip(("tokens", "positions", "request"), flat, strict=True):
         assert np.array_equal(getattr(here, name), expected)
     for left, right in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
         assert left.dtype == right.dtype and left.tobytes() == np.asarray(right).tobytes()
     assert b"".join(value.tobytes() for value in here.rows) == part.tobytes()
     assert here.rows.page_tables.shape == (rows, pages)
+    assert np.asarray(again).tobytes() == packed.tobytes()
 
 
 def test_the_fields_are_views():
@@ -72,6 +80,26 @@ def test_what_is_laid_out():
     last = table.lay_out([], [(made[2], 1)], size=8, steps=1)
     assert layout.unpack(last.packed).rows.sample_at.tolist() == [-1, -1, -1, 0]
     assert not last.filters, "only rows that are sampled count"
+
+
+def test_the_device_lays_out_what_the_host_would():
+    """The step after one of rows that all generate, some rows being nobody's."""
+    layout = StepLayout(4, 2)
+    table = RowTable(layout)
+    made = [
+        GenerateRequest(0, [5, 6], 2, None, row=2, computed=2, pending=1, seed=7),
+        GenerateRequest(0, [5, 6, 8], 1, None, row=0, computed=2, seed=2**32 - 1),
+    ]
+    for request in made:
+        table.start(request)
+    batch = table.lay_out(made, [], size=8, steps=1)
+    for request in made:
+        request.computed += 1
+        request.pending += 1
+    given = jax.jit(lambda packed: layout.repack(advanced(layout.unpack(packed))))(batch.packed)
+    following = table.lay_out(made, [], size=8, steps=1)
+    assert np.array_equal(given, following.packed)
+    assert batch.advanced().chunks_now() == following.chunks != batch.chunks
 
 
 def test_results_are_carried_bit_by_bit():
