@@ -243,15 +243,15 @@ class ProductConsumer:
         """Writes the rows of a tile of part of a block, one by one: together they are not dense."""
         width = self.schedule.width
 
-        def store(row):
+        def store(row, carry):
             plgpu.copy_smem_to_gmem(
                 buffer.at[pl.ds(row, 1), pl.ds(0, width)],
                 self.y.at[pl.ds(tile.row + row, 1), pl.ds(tile.feature, width)],
                 commit_group=False,
             )
+            return carry
 
-        for row in range(self.layout.chunk):
-            pl.when(row < tile.rows)(functools.partial(store, row))
+        lax.fori_loop(0, tile.rows, store, None)
 
     def store_rest(self, tile):
         """Writes the rows of a tile's last chunk if it is not whole, still in its buffers.

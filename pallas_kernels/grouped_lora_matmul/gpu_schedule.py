@@ -114,7 +114,7 @@ def product_schedule(
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
         consumers = 1 if narrow > wide + 0.08 else 2
     narrow = 64
-    if depth > 1 and heights == (8,) and groups == parts == 1 and contract == 2:
+    if depth > 1 and heights[-1] <= CHUNK and groups == parts == 1 and contract == 2:
         narrow = _narrow(width, made_ranks)
     w_rows = parts * blocks * consumers * narrow
     stage = depth * (block_rows(w_rows, made_ranks, depth) + heights[-1]) * 128

@@ -38,7 +38,7 @@ PRODUCTS = {
     "two parts": ProductCase(20, 128, 192, (Term(0, 128, 24), Term(128, 64, 8, shared=True))),
     "gated": ProductCase(20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8)), gate=Gate()),
     "backward": ProductCase(20, 128, 128, (Term(0, 128, 40), Term(0, 128, 8)), contract=1),
-    "narrow tiles": ProductCase(7, 256, 160, (Term(0, 96, 16), Term(96, 64, 24)), groups=1),
+    "narrow tiles": ProductCase(19, 256, 96, (Term(0, 64, 16), Term(64, 32, 24)), groups=1),
     "a layer of several": ProductCase(
         20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8, shared=True)), gate=Gate(), layered=True
     ),
