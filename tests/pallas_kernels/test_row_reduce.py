@@ -18,6 +18,11 @@ SHAPES = [(1, 8), (33, 128), (5, 100), (7, 2048), (3, 2560), (2, 20000)]
 IMPLEMENTATIONS = ["xla", "triton"]
 
 
+def pulled(function, dy, *arguments):
+    """The gradients of its arguments, compiled at once."""
+    return jax.jit(lambda dy, *its: jax.vjp(function, *its)[1](dy))(dy, *arguments)
+
+
 def normal(*shape, seed=0, dtype="float32"):
     return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
 
@@ -52,7 +57,7 @@ def test_bits_of_a_row_are_its_own(implementation, features):
     x, weight = normal(150, features, dtype="bfloat16"), normal(features, dtype="bfloat16")
     wide = x.astype(np.float32)
     together = reduced(implementation, x, weight, wide)
-    for rows in (slice(0, 1), slice(3, 20), slice(17, 150)):
+    for rows in (slice(0, 1), slice(17, 150)):
         alone = reduced(implementation, x[rows], weight, wide[rows])
         for part, whole in zip(alone, together, strict=True):
             np.testing.assert_array_equal(part, np.asarray(whole)[rows])
@@ -102,7 +107,7 @@ def test_gradients():
         )
 
     found, expected = (
-        jax.grad(functools.partial(loss, name), argnums=(0, 1))(x, weight)
+        jax.jit(jax.grad(functools.partial(loss, name), argnums=(0, 1)))(x, weight)
         for name in ("triton", "xla")
     )
     for a, b in zip(found, expected, strict=True):
@@ -129,12 +134,11 @@ def test_gradients_are_those_of_the_definition(implementation):
         ),
     ]
     for function, plain in pairs:
-        y, pullback = jax.vjp(plain, x)
-        of_rows = dy[:, 0].reshape(y.shape)
-        (found,), (expected,) = jax.vjp(function, x)[1](of_rows), pullback(of_rows)
+        of_rows = dy[:, 0].reshape(jax.eval_shape(plain, x).shape)
+        (found,), (expected,) = (pulled(its, of_rows, x) for its in (function, plain))
         np.testing.assert_allclose(found, expected, atol=1e-5)
     norm = functools.partial(rms_norm, eps=1e-6, implementation=implementation)
-    found, expected = jax.vjp(norm, x, weight)[1](dy), jax.vjp(plain_norm, x, weight)[1](dy)
+    found, expected = (pulled(its, dy, x, weight) for its in (norm, plain_norm))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
@@ -158,7 +162,7 @@ def test_gradients_of_a_norm(implementation, dtype, features):
         return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * np.float32(weight)
 
     found = np.asarray(gradient(np.arange(9)))
-    (expected,) = jax.vjp(definition, np.float32(x))[1](np.float32(dy))
+    (expected,) = pulled(definition, np.float32(dy), np.float32(x))
     tolerance = 1e-4 if dtype == "float32" else 3e-2
     np.testing.assert_allclose(
         np.float32(found), expected + np.float32(dtotal), rtol=tolerance, atol=tolerance

@@ -60,12 +60,13 @@ def dense(rows, dtype=jnp.float32, seed=0):
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_bits_of_a_row_are_its_own(dtype):
-    """In a batch of so many rows that tiles are tall, too."""
-    x, w, slots, lora = dense(3000, dtype)
+    """In a batch of so many rows that tiles are tall, too; the interpreter's always are."""
+    count = 3000 if jax.default_backend() == "gpu" else 300
+    x, w, slots, lora = dense(count, dtype)
     run = functools.partial(lora_matmul, out_dtype=jnp.float32, implementation="triton")
     run = jax.jit(run)
     together = run(x, w, slots, (lora,))
-    for rows in (slice(0, 1), slice(5, 40), slice(37, 70), slice(2900, 3000)):
+    for rows in (slice(0, 1), slice(5, 40), slice(37, 70), slice(count - 100, count)):
         np.testing.assert_array_equal(run(x[rows], w, slots[rows], (lora,)), together[rows])
 
 

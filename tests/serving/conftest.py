@@ -70,20 +70,30 @@ def engine(engines) -> Callable[..., Engine]:
 
     def get(family: str, **changed) -> Engine:
         key = family, *changed.items()
-        if key not in engines:
-            options = OPTIONS | changed
-            engines[key] = Engine.from_pretrained(GOLDEN / family / "base", **options)
-        used[key] = engines[key]
-        used[key]._runner.scheduler.prefix_cache = False
-        return engines[key]
+        used[key] = shared(engines, family, **changed)
+        return used[key]
 
     yield get
     for one in used.values():
-        one._runner.scheduler.prefill_chunk = one.options.prefill_chunk
-        stats = one.stats()
-        assert (stats.running, stats.waiting) == (0, 0)
-        assert stats.free_pages == stats.total_pages
-        pool = one._runner.scheduler.pool
-        pool.give_back(pool.take(pool.free))  # whatever the prefix cache has kept
-        for info in one.adapters():
-            one.unload_adapter(info.name)
+        hand_back(one)
+
+
+def shared(engines: dict[tuple, Engine], family: str, **changed) -> Engine:
+    """The one of these options, made where there is none yet."""
+    key = family, *changed.items()
+    if key not in engines:
+        options = OPTIONS | changed
+        engines[key] = Engine.from_pretrained(GOLDEN / family / "base", **options)
+    engines[key]._runner.scheduler.prefix_cache = False
+    return engines[key]
+
+
+def hand_back(one: Engine) -> None:
+    one._runner.scheduler.prefill_chunk = one.options.prefill_chunk
+    stats = one.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.free_pages == stats.total_pages
+    pool = one._runner.scheduler.pool
+    pool.give_back(pool.take(pool.free))  # whatever the prefix cache has kept
+    for info in one.adapters():
+        one.unload_adapter(info.name)

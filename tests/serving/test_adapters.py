@@ -191,3 +191,9 @@ def test_the_folder_may_go_after_loading(one, tmp_path):
     assert probe(one, "gone") == before
     shutil.rmtree(folder)
     assert probe(one, "gone") == before
+
+
+def test_the_longest_name_is_good(one):
+    name = "x" * 128
+    one.load_adapter(name, FOLDERS / "attn")
+    assert one.generate([[1, 2]], greedy(2), name)[0].adapter == name

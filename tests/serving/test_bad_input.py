@@ -13,6 +13,7 @@ from lora_moe_jax import AdapterError, LoraMoeError, RequestError, SamplingParam
 from tests.adapters.corpus import CORPUS
 from tests.adapters.files import load, save
 from tests.adapters.tables import GOLDEN
+from tests.serving.conftest import hand_back, shared
 from tests.serving.helpers import ADAPTERS, greedy, load_golden, probe, prompts, sampled
 
 FAMILY = "deepseek_v3"
@@ -35,14 +36,21 @@ def state(engine) -> tuple:
     )
 
 
+@pytest.fixture(scope="module")
+def loaded(engines):
+    """An engine with adapters, and its state."""
+    one = shared(engines, FAMILY)
+    load_golden(one, FAMILY)
+    yield one, state(one)
+    hand_back(one)
+
+
 @pytest.fixture
-def one(engine):
+def one(loaded):
     """A loaded engine, which must be the same afterwards."""
-    loaded = engine(FAMILY)
-    load_golden(loaded, FAMILY)
-    before = state(loaded)
-    yield loaded
-    assert state(loaded) == before
+    one, before = loaded
+    yield one
+    assert state(one) == before
 
 
 # ---- adapters ------------------------------------------------------------------------------------
@@ -72,13 +80,6 @@ def test_bad_names(one, name):
         with pytest.raises(RequestError) as caught:
             one.generate([[1, 2]], greedy(2), [name])
         assert caught.value.key == "adapters[0]"
-
-
-def test_the_longest_name_is_good(engine):
-    one, name = engine(FAMILY), "x" * 128
-    one.load_adapter(name, FOLDERS / "attn")
-    assert one.generate([[1, 2]], greedy(2), name)[0].adapter == name
-    one.unload_adapter(name)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -60,8 +60,8 @@ def check_figures(figures: dict[str, object]) -> None:
 def test_a_little_load(tmp_path: Path, tight: Engine):
     """Compared with each request alone in the same engine, which then forgets what it has."""
     engine = with_options(tight)
-    load = Load(engine, write_adapters(tmp_path, engine.bank.projections, 12), seed=1)
-    check_figures(run_load(load, engine, 40))
+    load = Load(engine, write_adapters(tmp_path, engine.bank.projections, 6), seed=1)
+    check_figures(run_load(load, engine, 24))
     for info in engine.adapters():
         engine.unload_adapter(info.name)
     engine._runner.scheduler.prefix_cache = False

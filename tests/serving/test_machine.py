@@ -8,6 +8,7 @@ what came before is compared.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -58,9 +59,9 @@ class World:
     scores: dict[tuple, bytes]
 
 
-@pytest.fixture(scope="module", params=["finish", "switch"])
-def world(request, tight) -> World:
-    engine = with_options(tight, update_policy=request.param)
+@pytest.fixture(scope="module")
+def alone(tight) -> World:
+    engine = with_options(tight)
     made = World(engine, {}, {}, {}, {})
     engine._runner.scheduler.prefix_cache = False
     for source in (None, *SOURCES):
@@ -70,9 +71,6 @@ def world(request, tight) -> World:
             made.adapters[source] = read_adapter(ADAPTERS[source], engine.bank.projections)
             slot = engine.load_adapter(name, made.adapters[source]).slot
             made.slots[source] = jax.tree.map(lambda x, slot=slot: x[slot], engine.bank.arrays)
-            engine.update_adapter(name, made.slots[source])  # compiles for the first
-            engine.unload_adapter(name)
-            engine.load_adapter(name, made.adapters[source])
         for place, prompt in enumerate(PROMPTS):
             for kind, params in enumerate(PARAMS):
                 (out,) = engine.generate([prompt], params(MOST), [name])
@@ -80,11 +78,22 @@ def world(request, tight) -> World:
             made.scores[source, place] = engine.score([prompt], [name])[0].logprobs.tobytes()
         if name is not None:
             engine.unload_adapter(name)
-    engine._runner.scheduler.prefix_cache = True
     for place in range(1, len(PROMPTS)):
         alone = {made.scores[source, place] for source in (None, *SOURCES)}
         assert len(alone) == 1 + len(SOURCES), "a wrong adapter would be noticed"
     return made
+
+
+@pytest.fixture(scope="module", params=["finish", "switch"])
+def world(request, tight, alone) -> World:
+    """What comes of a request alone is the same under both policies."""
+    engine = with_options(tight, update_policy=request.param)
+    source = SOURCES[0]
+    engine.load_adapter("alone", alone.adapters[source])
+    engine.update_adapter("alone", alone.slots[source])  # compiles for the first
+    engine.unload_adapter("alone")
+    engine._runner.scheduler.prefix_cache = True
+    return dataclasses.replace(alone, engine=engine)
 
 
 @dataclass(eq=False)

@@ -48,7 +48,7 @@ def test_rewards_rise_and_logprobs_agree(pair):
 )
 def test_two_adapters_in_one_loop_are_as_each_alone(pair, loss):
     engine, trainer = pair()
-    config = GrpoConfig(**vars(SHORT) | {"loss": loss})
+    config = GrpoConfig(**vars(SHORT) | {"loss": loss, "steps": 2})
     tasks = {"a": GrpoTask(PROMPTS, even), "b": GrpoTask(PROMPTS[:2], small)}
     seeds = {"a": 1, "b": 2}
     found = []

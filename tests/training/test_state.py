@@ -374,8 +374,8 @@ def killed(folder: Path, rounds: int, seed: int) -> dict[str, int]:
 
 
 def test_killed_at_a_few_moments(tmp_path):
-    told = killed(tmp_path / "states", 12, seed=1)
-    assert told["killed"] == 12 and told["last"] >= 1
+    told = killed(tmp_path / "states", 6, seed=1)
+    assert told["killed"] == 6 and told["last"] >= 1
 
 
 @pytest.mark.slow
