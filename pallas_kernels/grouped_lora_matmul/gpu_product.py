@@ -153,7 +153,7 @@ def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, out, 
         if s.consumers > 1:
             plgpu.set_max_registers(40, action="decrease")
 
-        memory = ProductMemory(layout, feed, stages, x, w, lora, layer)
+        memory = ProductMemory(feed, stages, x, w, lora, layer)
 
         def load(i, state):
             tile, step = state
@@ -173,7 +173,7 @@ def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, out, 
         if s.consumers > 1:
             plgpu.set_max_registers(232, action="increase")
 
-        consumer = ProductConsumer(layout, feed, stages, lora, layer, out, y, warpgroup)
+        consumer = ProductConsumer(feed, stages, lora, layer, out, y, warpgroup)
 
         def compute(i, step):
             tile = feed.loaded(i)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import gated
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_product_layout import LoraArrays, ProductLayout, Stages
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import LoraArrays, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 from pallas_kernels.hopper.accumulate import continued
 from pallas_kernels.hopper.store import store_rows
@@ -25,18 +25,9 @@ class ProductConsumer:
       out: its buffers, and those of the others.
     """
 
-    def __init__(
-        self,
-        layout: ProductLayout,
-        feed: TileFeed,
-        stages: Stages,
-        lora: LoraArrays,
-        layer,
-        out,
-        y,
-        warpgroup,
-    ):
-        self.layout, self.schedule, self.feed, self.stages = layout, layout.schedule, feed, stages
+    def __init__(self, feed: TileFeed, stages: Stages, lora: LoraArrays, layer, out, y, warpgroup):
+        self.layout, self.schedule = feed.layout, feed.schedule
+        self.feed, self.stages = feed, stages
         self.lora, self.layer = lora, layer
         self.out, self.y, self.warpgroup = out, y, warpgroup
 

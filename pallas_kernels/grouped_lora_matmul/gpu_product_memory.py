@@ -10,12 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_product_layout import (
-    K_STEP,
-    LoraArrays,
-    ProductLayout,
-    Stages,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import K_STEP, LoraArrays, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_rows import slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 
@@ -24,25 +19,15 @@ class ProductMemory:
     """Loads x and W of a tile's K steps, then B and u of its adapters.
 
     Args:
-      lora: the adapters' arrays.
-      layer: of W and of factors that have those of many layers.
+      layer: of W and of adapters' arrays that have those of many layers.
     """
 
-    def __init__(
-        self,
-        layout: ProductLayout,
-        feed: TileFeed,
-        stages: Stages,
-        x,
-        w,
-        lora: LoraArrays,
-        layer,
-    ):
-        self.layout, self.schedule, self.feed, self.stages = layout, layout.schedule, feed, stages
-        self.x, self.w = x, w
-        self.first_group = layer * layout.groups_of_layer
+    def __init__(self, feed: TileFeed, stages: Stages, x, w, lora: LoraArrays, layer):
+        self.layout, self.schedule = feed.layout, feed.schedule
+        self.feed, self.stages, self.x, self.w = feed, stages, x, w
         self.lora, self.layer = lora, layer
-        self.first_slots = [layer * count for count in layout.slots_of_layer]
+        self.first_group = layer * self.layout.groups_of_layer
+        self.first_slots = [layer * count for count in self.layout.slots_of_layer]
 
     def load_tile(self, tile: Tile, step):
         depth, inner = self.schedule.depth, self.layout.inner

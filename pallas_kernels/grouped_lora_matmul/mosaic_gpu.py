@@ -80,24 +80,28 @@ def product(
     parts = 1 if gate is None else 2
     width = w.shape[3 - contract] // parts
     out_dtype = out_dtype or x.dtype
-    factors = tuple(map(_whole_ranks, factors))
     schedule = functools.partial(
         product_schedule, x.shape[0], w.shape[0], width, parts, out_dtype.itemsize, contract
     )
-    where = tuple(starts), tuple(firsts)
     terms, made_ranks = None, 0
-    if factors and isinstance(u[0], Unmade):
-        widths = tuple(factor.shape[3] for factor in factors)
-        inner = Inner(u, starts, widths, gate is not None)
-        if inner.fits(schedule(made_ranks=inner.used).features):
-            terms, made_ranks = Terms((), factors, tuple(u)), inner.used
-        else:
-            a, scalings = zip(*u, strict=True)
-            u = shrink(x, tables, a, (0,) * len(a), scalings, firsts)
-    if factors and terms is None:
-        terms = Terms(tuple(u), factors)
+    if factors:
+        factors = tuple(map(_whole_ranks, factors))
+        terms, made_ranks = _terms(x, tables, u, factors, starts, firsts, gate, schedule)
     schedule = schedule(made_ranks=made_ranks)
+    where = tuple(starts), tuple(firsts)
     return product_kernel(tables, x, w, terms, *where, schedule, contract, gate, out_dtype)
+
+
+def _terms(x, tables, u, factors, starts, firsts, gate, schedule) -> tuple[Terms, int]:
+    """The low-rank terms, and of how many ranks the kernel of this schedule makes u."""
+    if not isinstance(u[0], Unmade):
+        return Terms(tuple(u), factors), 0
+    widths = tuple(factor.shape[3] for factor in factors)
+    inner = Inner(u, starts, widths, gate is not None)
+    if inner.fits(schedule(made_ranks=inner.used).features):
+        return Terms((), factors, tuple(u)), inner.used
+    a, scalings = zip(*u, strict=True)
+    return Terms(shrink(x, tables, a, (0,) * len(a), scalings, firsts), factors), 0
 
 
 def shrink_for_product(x, tables: Tables, factors, starts, scalings, firsts):
