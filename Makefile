@@ -20,7 +20,8 @@ export PYTHON
 TESTS = tests
 AOT = tests/pallas_kernels/test_gpu_ahead_of_time.py tests/pallas_kernels/test_tpu_compile.py \
 	tests/pallas_kernels/test_tpu_attention.py::test_decoding_compiles_for_every_generation \
-	tests/serving/test_kernel_programs.py::test_the_compiler_finds_them
+	tests/serving/test_kernel_programs.py::test_the_compiler_finds_them \
+	tests/serving/test_tpu_steps.py
 COMPILERS = jax-cuda13-plugin jax-cuda13-pjrt libtpu
 
 .PHONY: demo test lint aot clean

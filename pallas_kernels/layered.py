@@ -91,6 +91,11 @@ def layer_of(*arrays) -> jax.Array | None:
     return jnp.asarray(layers[0], jnp.int32).reshape(1)
 
 
+def as_stack(array) -> jax.Array:
+    """`[layers, *shape]`; of an array that has no layers, the stack of it alone."""
+    return array.stack if is_layered(array) else array[None]
+
+
 def merged(array):
     """A part as rows of one array: (`[layers * n, ...]`, n). (array, 0) of one that has no layers.
 

@@ -36,6 +36,7 @@ from pallas_kernels import (
     paged_latent_attention,
     write_pages,
 )
+from pallas_kernels.implementation import platform_implementation
 
 MLA_NORM_EPS = 1e-6  # of the latent norms, whatever the configuration says
 
@@ -78,8 +79,15 @@ class LatentAttention(nnx.Module):
 
     @staticmethod
     def cache_shapes(config: ModelConfig, tensor_devices: int = 1) -> tuple[tuple[int, ...], ...]:
-        """Per-token shapes of the latent and the rope key; every device holds both whole."""
-        return (config.mla.kv_lora_rank,), (config.mla.qk_rope_head_dim,)
+        """Per-token shapes of the latent and the rope key; every device holds both whole.
+
+        On TPUs rope keys have zeros up to 128 columns. They take the memory of as many there, and
+        XLA lays narrower arrays out the other way around, and copies them for attention's kernel.
+        """
+        rope, unit = config.mla.qk_rope_head_dim, 128
+        if platform_implementation() == "mosaic_tpu":
+            rope = -(-rope // unit) * unit
+        return (config.mla.kv_lora_rank,), (rope,)
 
     def __call__(
         self,
@@ -95,15 +103,16 @@ class LatentAttention(nnx.Module):
         q = q.reshape(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         q_nope, q_rope = jnp.split(q, [mla.qk_nope_head_dim], axis=-1)
         latent, k_rope = jnp.split(kv_a, [mla.kv_lora_rank], axis=-1)
+        columns = cache.second.shape[-1]
+        q_rope = _filled_up(apply_rope(q_rope, positions, rope), columns)
+        k_rope = _filled_up(apply_rope(k_rope[:, None], positions, rope)[:, 0], columns)
         cache = cache._replace(
             first=write_pages(cache.first, self.kv_a_layernorm(latent), cache.view),
-            second=write_pages(
-                cache.second, apply_rope(k_rope[:, None], positions, rope)[:, 0], cache.view
-            ),
+            second=write_pages(cache.second, k_rope, cache.view),
         )
         attended = paged_latent_attention(
             self.kv_b_proj.absorb_query(q_nope, token_slots),
-            apply_rope(q_rope, positions, rope),
+            q_rope,
             cache.first,
             cache.second,
             cache.view,
@@ -111,6 +120,12 @@ class LatentAttention(nnx.Module):
         )
         out = self.kv_b_proj.values(attended, token_slots)
         return self.o_proj(out.reshape(x.shape[0], -1), token_slots), cache
+
+
+def _filled_up(x: jax.Array, columns: int) -> jax.Array:
+    """With zeros up to so many columns."""
+    missing = columns - x.shape[-1]
+    return jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, missing))) if missing else x
 
 
 class AbsorbedKvB(nnx.Module):

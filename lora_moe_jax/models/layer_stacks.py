@@ -23,9 +23,13 @@ Path = tuple[str | int, ...]
 Axes = tuple[str | None, ...]
 
 
+# Where kernels read a layer's part of a stack in place.
+STACKED = {"mosaic_gpu": ("bfloat16",), "mosaic_tpu": ("bfloat16", "float32"), "xla": ()}
+
+
 def stacks_layers(dtype: str) -> bool:
-    """Whether a model's layers lie in stacks: where kernels read a layer's part of one in place."""
-    return platform_implementation() == "mosaic_gpu" and dtype == "bfloat16"
+    """Whether a model's layers lie in stacks."""
+    return dtype in STACKED[platform_implementation()]
 
 
 def layer_runs(model: Decoder) -> list[range]:

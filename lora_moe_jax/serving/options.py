@@ -9,9 +9,9 @@ from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import ConfigError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
-from lora_moe_jax.models.layer_stacks import stacks_layers
 from lora_moe_jax.serving.queue_limit import check_limit
 from lora_moe_jax.serving.sampling_params import MAX_LOGPROBS
+from pallas_kernels.implementation import platform_implementation
 
 DTYPES = ("bfloat16", "float32")
 UPDATE_POLICIES = ("finish", "switch")
@@ -146,7 +146,7 @@ def _bucket(size: int, dtype: str) -> int:
     XLA gives the rows of a multiple of 8 the same bits, and those of fewer others. To Hopper
     kernels the number means nothing, and fewer are faster.
     """
-    if size < BUCKET_UNIT and stacks_layers(dtype):
+    if size < BUCKET_UNIT and dtype == "bfloat16" and platform_implementation() == "mosaic_gpu":
         return size
     return -(-size // BUCKET_UNIT) * BUCKET_UNIT
 

@@ -26,7 +26,7 @@ from pallas_kernels.grouped_lora_matmul.tpu_tasks import (
 )
 from pallas_kernels.routing_plan.api import routing_plan
 
-READS_LAYERS = False
+READS_LAYERS = True
 DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -202,7 +202,7 @@ def _fit(factor, start: int, n: int, schedule):
     all_columns = schedule.n_tiles * schedule.block_n
     before = start % unit
     after = min(-(start + width) % unit, all_columns - start - width)
-    factor = jnp.pad(factor, ((0, 0), (0, 0), (0, 0), (before, after)))
+    factor = jnp.pad(jnp.asarray(factor), ((0, 0), (0, 0), (0, 0), (before, after)))
     kept = (start, start + width)
     return factor, Term(half, start - before, before + width + after, kept)
 
@@ -219,7 +219,7 @@ def shrink(x, tables: Tables, factors, starts, scalings, firsts):
     widths = (factor.shape[3] for factor in factors)
     sources, of_term, columns = _sources(x, tuple(zip(starts, widths, strict=True)))
     device = tpu_schedule.current_device()
-    tpu_schedule.check_scalings(sum(scaling.size for scaling in scalings))
+    tpu_schedule.check_scalings(sum(math.prod(scaling.shape) for scaling in scalings))
     schedule = tpu_schedule.shrink_schedule(
         rows,
         tuple(source.shape[1] for source in sources),
@@ -230,7 +230,7 @@ def shrink(x, tables: Tables, factors, starts, scalings, firsts):
     by_group = any(array.shape[1] > 1 for array in (*factors, *scalings))
     tables, firsts = _of_classes(tables, factors, firsts)
     runs = row_runs(tables, schedule.block_m, by_group=by_group)
-    scalings = tuple(scaling.astype(jnp.float32) for scaling in scalings)
+    scalings = tuple(jnp.asarray(scaling).astype(jnp.float32) for scaling in scalings)
     return shrink_kernel(
         runs, scalings, sources, factors, firsts, of_term, columns, schedule, device
     )

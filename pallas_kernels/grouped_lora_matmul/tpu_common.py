@@ -1,9 +1,10 @@
-"""What the TPU kernels share: dots, loops over windows and steps, and the walk over runs and their
-rank classes."""
+"""What the TPU kernels share: dots, loops over windows and steps, operands of many layers, and the
+walk over runs and their rank classes."""
 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import ROW_ALIGN
 from pallas_kernels.grouped_lora_matmul.tpu_tasks import END, GROUP, SLOT
+from pallas_kernels.layered import as_stack, is_layered, layer_of
 
 HBM = pl.ANY
 
@@ -162,5 +164,20 @@ def factor_of(factor, slot, group):
     return factor.at[slot, 0 if factor.shape[1] == 1 else group]
 
 
+def stacks_of(*arrays):
+    """What a kernel gets of arrays that may be `Layered`: int32 [1], the layer's number, for its
+    scalar memory; and a stack for each."""
+    layer = layer_of(*arrays)
+    number = jnp.zeros(1, jnp.int32) if layer is None else layer
+    return number, tuple(map(as_stack, arrays))
+
+
+def part_of(stack, layer):
+    """The layer's part of a reference to a stack; of a stack of one, that one."""
+    return stack.at[layer[0] if stack.shape[0] > 1 else 0]
+
+
 def nbytes(*arrays) -> int:
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
+    """Of what is read: of one that is `Layered`, the part."""
+    leaves = jax.tree.leaves(arrays, is_leaf=is_layered)
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in leaves)

@@ -36,7 +36,9 @@ from pallas_kernels.grouped_lora_matmul.tpu_common import (
     factor_of,
     loop,
     nbytes,
+    part_of,
     rows_within,
+    stacks_of,
     windows,
     with_class,
 )
@@ -89,7 +91,8 @@ def product_kernel(
     Args:
       tasks, runs: for the schedule's block_m; runs may be None without terms.
       x: [M, K]. w: [G, halves, N, K] (contract 2) or [G, K, N] (contract 1).
-      u: one [M, R] for each term. factors: one [S, G or 1, R, width of the term] each.
+      u: one [M, R] for each term. factors: one [S, G or 1, R, width of the term] each. They and w
+        may be `Layered`.
       firsts: the number of the first slot of each; 0 where there is one rank class.
 
     Returns:
@@ -111,12 +114,13 @@ def product_kernel(
         return tile[t], core * tiles_of_core + j
 
     in_specs = [pl.BlockSpec((s.block_m, k), by_row), pl.BlockSpec(memory_space=HBM)]
-    inputs = [x, w]
+    layer, (w_stack, *factor_stacks) = stacks_of(w, *factors)
+    inputs = [x, w_stack]
     if terms:
         in_specs.append(pl.BlockSpec((None, *runs.shape[1:]), by_tile, memory_space=pltpu.SMEM))
         in_specs += [pl.BlockSpec((s.block_m, v.shape[1]), by_row) for v in u]
         in_specs += [pl.BlockSpec(memory_space=HBM)] * len(factors)
-        inputs += [runs, *u, *factors]
+        inputs += [runs, *u, *factor_stacks]
     scratch = [
         pltpu.VMEM((s.ring, *layout.piece_shape), w.dtype),
         pltpu.SemaphoreType.DMA((s.ring,)),
@@ -133,7 +137,7 @@ def product_kernel(
         functools.partial(_kernel, layout),
         out_shape=jax.ShapeDtypeStruct((rows, n), x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(tasks),
+            num_scalar_prefetch=len(tasks) + 1,
             grid=(s.cores, tiles_of_core, tasks.counts[0]),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((s.block_m, s.block_n), output),
@@ -150,7 +154,7 @@ def product_kernel(
             transcendentals=rows * n if gate is not None else 0,
         ),
         name=f"lora_{kind}_k{k}_n{n}_m{s.block_m}_t{s.n_tiles}",
-    )(*tasks, *inputs)
+    )(*tasks, layer, *inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,10 +185,12 @@ class _Layout:
 def _kernel(layout: _Layout, *refs):
     s, terms = layout.schedule, len(layout.terms)
     tasks, refs = Tasks(*refs[: len(Tasks._fields)]), refs[len(Tasks._fields) :]
-    x, w, refs = refs[0], refs[1], refs[2:]
+    layer, x, w, *refs = refs
+    w = part_of(w, layer)
     table, u, factors = None, (), ()
     if terms:
         table, u, factors = refs[0], refs[1 : 1 + terms], refs[1 + terms : 1 + 2 * terms]
+        factors = [part_of(factor, layer) for factor in factors]
         refs = refs[1 + 2 * terms :]
     y, w_ring, w_arrived, acc, *run_refs = refs
     run_ring, run_arrived = run_refs[::2], run_refs[1::2]

@@ -25,7 +25,9 @@ from pallas_kernels.grouped_lora_matmul.tpu_common import (
     dot,
     factor_of,
     nbytes,
+    part_of,
     rows_within,
+    stacks_of,
     windows,
     with_class,
 )
@@ -48,7 +50,8 @@ def shrink_kernel(
 
     Args:
       runs: int32 [tiles, 3, block_m]. scalings: float32 [S, G or 1] for each term.
-      sources: one or more [M, width]. factors: one [S, G or 1, R, width] for each term.
+      sources: one or more [M, width]. factors: one [S, G or 1, R, width] for each term, which may
+        be `Layered`.
       firsts: the number of the first slot of each; 0 where there is one rank class.
       of_term, columns: each term's source and its first column there, a multiple of 128.
 
@@ -62,6 +65,7 @@ def shrink_kernel(
     def rows_of(width):
         return pl.BlockSpec((s.block_m, width), lambda i: (i, 0))
 
+    layer, stacks = stacks_of(*factors)
     scratch = []
     for factor in factors:
         scratch.append(pltpu.VMEM((s.run_buffers, *factor.shape[2:]), factor.dtype))
@@ -75,7 +79,7 @@ def shrink_kernel(
             grid=(runs.shape[0],),
             in_specs=[
                 pl.BlockSpec((None, *runs.shape[1:]), lambda i: (i, 0, 0), memory_space=pltpu.SMEM),
-                *[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(scalings),
+                *[pl.BlockSpec(memory_space=pltpu.SMEM)] * (1 + len(scalings)),
                 *(rows_of(source.shape[1]) for source in sources),
                 *[pl.BlockSpec(memory_space=HBM)] * len(factors),
             ],
@@ -93,15 +97,17 @@ def shrink_kernel(
             transcendentals=0,
         ),
         name=f"lora_shrink_k{factors[0].shape[3]}_r{max(ranks)}_m{s.block_m}",
-    )(runs, *(scaling.reshape(-1) for scaling in scalings), *sources, *factors)
+    )(runs, layer, *(scaling.reshape(-1) for scaling in scalings), *sources, *stacks)
     return tuple(found)
 
 
-def _kernel(s: ShrinkSchedule, source_count, firsts, of_term, columns, groups, table, *refs):
+def _kernel(s: ShrinkSchedule, source_count, firsts, of_term, columns, groups, *refs):
+    table, layer, *refs = refs
     terms = len(of_term)
     scalings, refs = refs[:terms], refs[terms:]
     sources, refs = refs[:source_count], refs[source_count:]
-    factors, found, refs = refs[:terms], refs[terms : 2 * terms], refs[2 * terms :]
+    factors = [part_of(factor, layer) for factor in refs[:terms]]
+    found, refs = refs[terms : 2 * terms], refs[2 * terms :]
     ring, arrived, acc = refs[:-1:2], refs[1:-1:2], refs[-1]
 
     def copy(slot, group, buffer, act):

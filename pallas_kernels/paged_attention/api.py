@@ -72,12 +72,13 @@ def paged_attention(
 
     Args:
       implementation: "xla", "mosaic_gpu" (Hopper) or "mosaic_tpu" (which has run in the interpreter
-        alone). None: "mosaic_gpu" where it serves, else "xla". Their bits differ.
+        alone). None: what the platform has where it serves widths, heads and pages, else "xla".
+        Their bits differ.
 
     Raises:
       NotImplementedError: an implementation that cannot serve these shapes.
     """
-    backend = _choose_backend(implementation, "check_grouped", q, k_pages, v_pages)
+    backend = _choose_backend(implementation, "check_grouped", q, k_pages, v_pages, view)
     return differentiable.paged_attention(backend, scale, sliding_window, q, k_pages, v_pages, view)
 
 
@@ -97,25 +98,23 @@ def paged_latent_attention(
     latent of each head. Same contract as `paged_attention`.
     """
     backend = _choose_backend(
-        implementation, "check_latent", q_latent, q_rope, latent_pages, rope_pages
+        implementation, "check_latent", q_latent, q_rope, latent_pages, rope_pages, view
     )
     return differentiable.paged_latent_attention(
         backend, scale, q_latent, q_rope, latent_pages, rope_pages, view
     )
 
 
-def _choose_backend(implementation: str | None, check: str, *arrays) -> ModuleType:
-    """The module that serves arrays of these shapes; one that is asked for by name checks them."""
+def _choose_backend(implementation: str | None, check: str, *arguments) -> ModuleType:
+    """The module that serves these shapes; one that is asked for by name checks them."""
     check_known(implementation, IMPLEMENTATIONS)
-    if implementation == "xla" or (
-        implementation is None and platform_implementation() != "mosaic_gpu"
-    ):
+    name = implementation or platform_implementation()
+    if name == "xla":
         return xla
-    package = "pallas_kernels.paged_attention"
-    backend = implementation_module(package, implementation or "mosaic_gpu")
+    backend = implementation_module("pallas_kernels.paged_attention", name)
     if implementation is None:
         try:
-            getattr(backend, check)(*arrays)
+            getattr(backend, check)(*arguments)
         except NotImplementedError:
             return xla
     return backend

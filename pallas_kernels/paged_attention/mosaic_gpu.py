@@ -28,14 +28,16 @@ MIN_PAGE = 8  # positions: the tensor core's unit
 MAX_VALUE_LINES = 2 * LINES_OF_CONSUMER  # of two warpgroups
 
 
-def check_grouped(q, k_pages, v_pages):
+def check_grouped(q, k_pages, v_pages, view):
     """Raises NotImplementedError if the kernel cannot serve these shapes."""
+    del view  # any tables
     _check_arrays(q=q, k_pages=k_pages, v_pages=v_pages)
     _check_sizes(gpu_sizes.grouped_sizes(q, k_pages, v_pages, 1.0, None))
 
 
-def check_latent(q_latent, q_rope, latent_pages, rope_pages):
+def check_latent(q_latent, q_rope, latent_pages, rope_pages, view):
     """Raises NotImplementedError if the kernel cannot serve these shapes."""
+    del view  # any tables
     _check_arrays(
         q_latent=q_latent, q_rope=q_rope, latent_pages=latent_pages, rope_pages=rope_pages
     )
@@ -44,14 +46,14 @@ def check_latent(q_latent, q_rope, latent_pages, rope_pages):
 
 def paged_attention(q, k_pages, v_pages, view, scale, sliding_window):
     """See `api.paged_attention`."""
-    check_grouped(q, k_pages, v_pages)
+    check_grouped(q, k_pages, v_pages, view)
     sizes = gpu_sizes.grouped_sizes(q, k_pages, v_pages, scale, sliding_window)
     return attention_kernel(sizes, q, (k_pages, v_pages), view)
 
 
 def paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale):
     """See `api.paged_latent_attention`."""
-    check_latent(q_latent, q_rope, latent_pages, rope_pages)
+    check_latent(q_latent, q_rope, latent_pages, rope_pages, view)
     sizes = gpu_sizes.latent_sizes(q_latent, latent_pages, rope_pages, scale)
     q = jnp.concatenate([q_latent, q_rope], axis=2)
     return attention_kernel(sizes, q, (latent_pages[:, :, None], rope_pages[:, :, None]), view)

@@ -128,22 +128,27 @@ class Sizes:
 
     def check(self):
         """Raises NotImplementedError, with the sizes, for what the kernel cannot serve."""
-
-        def refuse(why: str):
-            raise NotImplementedError(f"mosaic_tpu: {why} ({self})")
-
         if self.tokens == 0:
-            refuse("there must be at least one token")
+            self._refuse("there must be at least one token")
         if self.page % SUBLANES or (BLOCK % self.page and self.page % BLOCK):
-            refuse(f"pages must have 8, 16, 32, 64, 128 or a multiple of {BLOCK} positions")
+            self._refuse(f"pages must have 8, 16, 32, 64, 128 or a multiple of {BLOCK} positions")
         if self.kv_heads & (self.kv_heads - 1):
-            refuse("the cache must have 1, 2, 4, 8, ... heads")
+            self._refuse("the cache must have 1, 2, 4, 8, ... heads")
         if any(width > LANES and width % LANES for width in self.widths):
-            refuse(f"widths must be at most {LANES} or multiples of it")
+            self._refuse(f"widths must be at most {LANES} or multiples of it")
         if self.stages < MIN_STAGES:
-            refuse("two blocks of keys and values do not fit into VMEM")
+            self._refuse("two blocks of keys and values do not fit into VMEM")
+
+    def check_tables(self):
+        """Raises NotImplementedError for more tokens, or longer tables, than there is room for."""
         if self.scalar_bytes > SMEM * 3 // 4:
-            refuse(f"tiles and page tables do not fit in the {SMEM >> 10} KiB of SMEM")
+            self._refuse(
+                f"tiles and page tables do not fit in the {SMEM >> 10} KiB of SMEM; fewer tokens, "
+                "fewer requests or larger pages do"
+            )
+
+    def _refuse(self, why: str):
+        raise NotImplementedError(f"mosaic_tpu: {why} ({self})")
 
 
 def grouped_sizes(q, k_pages, v_pages, view, scale, window, device: Device) -> Sizes:

@@ -24,6 +24,7 @@ from lora_moe_jax.serving.steps import page_shapes
 from pallas_kernels import PageView
 from pallas_kernels.layered import is_layered
 from tests.models.test_build import FAMILIES, GOLDEN
+from tests.pallas_kernels.tpu_interpreter import interpreter
 
 TOKENS = jnp.array([3, 1, 4, 1, 5])
 
@@ -84,6 +85,30 @@ def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_a_loop_on_a_tpu(family, monkeypatch):
+    """With the kernels that a TPU has by default, in the interpreter: the bits of layers written
+    out, and values of plain JAX."""
+    plain = load(family)
+    wanted = jax.jit(functools.partial(hidden, plain))()
+    rope = wanted[2].shape[-1]
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    together = load(family)
+    assert loops(together.layers) == layer_runs(plain)
+    with interpreter():
+        found = jax.tree.map(np.asarray, jax.jit(functools.partial(hidden, together))())
+        apart = jax.tree.map(np.asarray, jax.jit(functools.partial(hidden, plain))())
+    for one, other in zip(*map(jax.tree.leaves, (found, apart)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    x, first, second, choices = found
+    assert second.shape[-1] == (128 if plain.config.mla else rope) and not second[..., rope:].any()
+    found = x, first, second[..., :rope], choices
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_only_layers_of_the_same_slots_are_a_loop(stacked):

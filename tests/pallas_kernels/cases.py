@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pallas_kernels import Lora, grouped_lora_matmul
+from pallas_kernels.layered import Layered
 
 
 @dataclass(frozen=True)
@@ -164,3 +165,14 @@ def rounding_of_u(case: Case, widths) -> np.ndarray:
                 u = scaling * (a @ case.x[row].astype(np.float64))
                 found[row, end - width : end] = 2**-8 * (np.abs(u) @ np.abs(b))
     return found
+
+
+def in_layers(arrays, layer=1, layers=3):
+    """The arrays as those of one layer, where the others' are NaN."""
+
+    def of(array):
+        stack = np.full((layers, *array.shape), np.nan, array.dtype)
+        stack[layer] = array
+        return Layered(stack, np.int32(layer))
+
+    return jax.tree.map(of, arrays)

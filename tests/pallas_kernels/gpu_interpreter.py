@@ -29,8 +29,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     shrink_schedule,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
-from pallas_kernels.layered import Layered
 from tests.pallas_kernels import tpu_interpreter as definition
+from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.product_cases import ProductSizes, Term
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
 
@@ -347,17 +347,6 @@ class ShrinkCase:
         starts = tuple(start for start, _ in self.columns)
         x, group_sizes, row_slots, factors, scalings = arguments
         return definition.shrink(x, group_sizes, row_slots, factors, starts, scalings)
-
-
-def in_layers(arrays, layer=1, layers=3):
-    """The arrays as those of one layer, where the others' are NaN."""
-
-    def of(array):
-        stack = np.full((layers, *array.shape), np.nan, array.dtype)
-        stack[layer] = array
-        return Layered(stack, np.int32(layer))
-
-    return jax.tree.map(of, arrays)
 
 
 def pieces_of(tables):

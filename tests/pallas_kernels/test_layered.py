@@ -1,6 +1,7 @@
 """Layers' parts of arrays: in every function the bits and gradients of arrays of their own.
 
-Other layers' are NaN. That Hopper kernels read parts where they are is in `test_gpu_interpreter`.
+Other layers' are NaN. That kernels read parts where they are is in `test_gpu_interpreter` and
+`test_tpu_kernels`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Lora, add_norm, grouped_lora_matmul, moe_mlp, rms_norm, rotate_and_cache
-from pallas_kernels.layered import Layered, layer_of, merged, without_layers
-from tests.pallas_kernels.gpu_interpreter import in_layers
+from pallas_kernels.layered import Layered, as_stack, layer_of, merged, without_layers
+from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.test_head_rotation import EPS, arguments
 
 
@@ -42,6 +43,8 @@ def test_what_a_part_is():
     rows, count = merged(part)
     np.testing.assert_array_equal(rows[2 * count : 3 * count], stack[2])
     assert merged(stack) == (stack, 0)
+    np.testing.assert_array_equal(as_stack(part), stack)
+    np.testing.assert_array_equal(as_stack(stack), stack[None])
     assert layer_of(stack, part).tolist() == [2] and layer_of(stack) is None
     with pytest.raises(ValueError, match=r"one layer, got those of \[1, 2\]"):
         layer_of(part, stack, Layered(part.stack, 1))

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import PageView, paged_attention, paged_latent_attention
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import Device
-from pallas_kernels.paged_attention import mosaic_tpu, reference, tpu_bytes, tpu_sizes
+from pallas_kernels.paged_attention import api, mosaic_tpu, reference, tpu_bytes, tpu_sizes
 from pallas_kernels.paged_attention.tpu_attention import head_from_words
 from pallas_kernels.paged_attention.tpu_sizes import BLOCK
 from tests.pallas_kernels.tpu_attention_compile import CALLS
@@ -247,6 +247,28 @@ def test_refusals_name_the_shapes(changed, said):
     view = PageView(None, None, jax.ShapeDtypeStruct((64, sizes["columns"]), jnp.int32))
     with pytest.raises(NotImplementedError, match=f"{said}.*{sizes['heads']}"):
         paged_attention(q, k, v, view, scale=1.0, implementation="mosaic_tpu")
+
+
+def test_a_tpu_takes_it_where_it_serves_widths_heads_and_pages(monkeypatch):
+    """Whatever the numbers of tokens and requests are: or a model's steps would differ in bits."""
+
+    def call(width, columns):
+        array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+        q, cache = array((3, 8, width)), array((9, 16, 2, width))
+        view = PageView(*map(numbers, ((3,), (3,), (64, columns))))
+
+        def attend(q, cache, *view):
+            return paged_attention(q, cache, cache, PageView(*view), scale=1.0)
+
+        return str(jax.make_jaxpr(attend)(q, cache, *view))
+
+    numbers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    assert "pallas_call" not in call(64, 9)
+    monkeypatch.setattr(api, "platform_implementation", lambda: "mosaic_tpu")
+    assert "pallas_call" in call(64, 9)
+    assert "pallas_call" not in call(192, 9)
+    with pytest.raises(NotImplementedError, match="SMEM; fewer tokens, fewer requests"):
+        call(64, 10_000)
 
 
 @pytest.mark.parametrize("shape", tpu_bytes.SHAPES, ids=lambda shape: shape.name)

@@ -15,6 +15,7 @@ from pallas_kernels.grouped_lora_matmul import mosaic_tpu
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule
 from tests.pallas_kernels import tpu_interpreter
+from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.product_cases import Term
 from tests.pallas_kernels.tpu_cases import ProductCase, assert_close, batches
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows, jitted
@@ -199,6 +200,35 @@ def test_outer(groups, start, width, batch):
     for sums, u in zip(found, (left[:, :2], left[:, 2:5]), strict=True):
         assert sums.dtype == np.float32
         assert_close(sums, tpu_interpreter.outer(u, right, *batch, **static), "float32")
+
+
+LAYERED = {
+    "gated bf16": PRODUCTS["gated bf16"],
+    "padded factors, backward": ProductCase(
+        40, 200, 300, (Term(7, 200),), contract=1, schedule=cut(1, 200, 1, 2, block_n=300)
+    ),
+    "column tiles": dataclasses.replace(CUT_PRODUCTS["gated column tiles"], rows=40),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if "tiles" in n else ()) for n in LAYERED]
+)
+def test_product_of_one_layer(name):
+    case = LAYERED[name]
+    x, w, *rows, u, factors = case.arguments((17, 0, 20), np.arange(40) % 5 - 1)
+    found = case.run(x, in_layers(w), *rows, u, in_layers(factors))
+    np.testing.assert_array_equal(found, case.run(x, w, *rows, u, factors))
+
+
+def test_shrink_of_one_layer():
+    *rows, factors, scalings = shrink_arguments((17, 0, 20), np.arange(40) % 5 - 1)
+    shrink = jitted("shrink", starts=(0, 24), firsts=(0, 0))
+    found = shrink(*rows, in_layers(factors), scalings=in_layers(scalings))
+    wanted = shrink(*rows, factors, scalings=scalings)
+    adapted = (rows[2] >= 0) & (groups_of_rows(rows[1], 40) >= 0)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one[adapted], other[adapted])
 
 
 def test_no_rows():

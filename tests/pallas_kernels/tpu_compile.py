@@ -167,8 +167,14 @@ def main(
             print(json.dumps({"generation": generation, "call": call} | report), flush=True)
 
 
-def compiled(generation: str, function, arguments):
-    """Compiles for one chip; returns what there is to know about the result."""
+def compiled(generation: str, function, arguments, donated=(), row_major: bool = True):
+    """Compiles for one chip; returns what there is to know about the result.
+
+    Args:
+      donated: numbers of the arguments whose memory the results may take.
+      row_major: whether arguments have the last axis minor. Left to itself XLA stores
+        [.., 5760, 2880] the other way around, to save padding, and then copies it for every kernel.
+    """
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -180,14 +186,14 @@ def compiled(generation: str, function, arguments):
     here = NamedSharding(mesh, PartitionSpec())
 
     def placed(array):
-        # The last axis minor. Left to itself XLA stores [.., 5760, 2880] the other way around,
-        # to save padding, and then copies it for every kernel.
-        row_major = Layout(major_to_minor=tuple(range(len(array.shape))))
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=Format(row_major, here))
+        where = Format(Layout(tuple(range(len(array.shape)))), here) if row_major else here
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jitted = jax.jit(function, out_shardings=here)
+        jitted = jax.jit(
+            function, out_shardings=here, donate_argnums=donated, keep_unused=bool(donated)
+        )
         result = jitted.trace(*jax.tree.map(placed, arguments)).lower().compile()
     return {
         "seconds": round(time.perf_counter() - start, 2),
