@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def run_bench(
 ) -> Report:
     """Measures and prints the sections (default: those for this machine) on the named shapes.
 
-    The file is written after every section, so that a run cut short leaves what it has.
+    The file is written after every case, so that a run cut short leaves what it has.
     """
     sections = sections or (GPU_SECTIONS if on_gpu() else CPU_SECTIONS)
     measured: dict[str, list[Any]] = {}
@@ -58,14 +58,15 @@ def run_bench(
     for name in sections:
         section = SECTIONS[name]
         timer = elapsed_times if name == "layer" else best_timer()
-        rows = _run(console, name, list(section.jobs(named(tuple(shapes)), timer)))
-        if not rows:
+        jobs = list(section.jobs(named(tuple(shapes)), timer))
+        for rows in _each(console, name, jobs):
+            measured.setdefault(name, []).extend(rows)
+            if json_file is not None:
+                report.write(json_file)
+        if name in measured:
+            console.print(section.table(measured[name]))
+        else:
             console.print(f"{name}: nothing to measure for {', '.join(shapes)}")
-            continue
-        measured[name] = rows
-        console.print(section.table(rows))
-        if json_file is not None:
-            report.write(json_file)
     console.print(_caption(report))
     return report
 
@@ -87,18 +88,17 @@ def _caption(report: Report) -> str:
     )
 
 
-def _run(console: Console, name: str, jobs: list[Job]) -> list[Any]:
+def _each(console: Console, name: str, jobs: list[Job]) -> Iterator[list[Any]]:
+    """The rows of one job after another."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    rows: list[Any] = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(name, total=len(jobs))
         for job in jobs:
             progress.update(task, description=f"{name}: {job.label}")
-            rows += job.run()
+            yield job.run()
             progress.advance(task)
-    return rows

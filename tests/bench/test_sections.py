@@ -32,7 +32,8 @@ from lora_moe_jax.bench.kernel_cases import (
     Target,
     named,
 )
-from lora_moe_jax.bench.report import read_report
+from lora_moe_jax.bench.report import ROWS, read_report
+from lora_moe_jax.bench.section import Job
 from lora_moe_jax.cli import main
 from pallas_kernels.shapes import EXPERT_SHAPES, ProductShape
 from tests.bench.fakes import TINY
@@ -161,6 +162,20 @@ def test_run_on_a_cpu(small_slots, tmp_path):
     assert all(row.over_dense > 0 and row.time_us is None for row in report.sections["slots"])
     assert read_report(file) == report
     assert "from 2 to 32 slots" in text.getvalue() and "jaxlib" in text.getvalue()
+
+
+def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
+    file, row = tmp_path / "a.json", ROWS["slots"](2, None, 1.5)
+
+    def cut_short():
+        assert read_report(file).sections == {"slots": [row]}
+        raise KeyboardInterrupt
+
+    jobs = [Job("whole", lambda: [row]), Job("cut short", cut_short)]
+    monkeypatch.setattr(slots, "jobs", lambda shapes, timer: jobs)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.run_bench(Console(file=io.StringIO()), ["slots"], json_file=file)
+    assert read_report(file).sections == {"slots": [row]}
 
 
 def test_a_section_without_a_case_for_the_shape(tmp_path, capsys):
