@@ -21,7 +21,7 @@ from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.layers.build import Build, SlotConfig
 from lora_moe_jax.models import deepseek, qwen3
 from lora_moe_jax.models.decoder import Decoder
-from lora_moe_jax.models.layer_stacks import filled, stacks_layers
+from lora_moe_jax.models.layer_stacks import filled, place, stacks_layers
 from lora_moe_jax.parallel.mesh import axis_size, mesh_axes
 from lora_moe_jax.parallel.sharding import named_sharding, sharding_rules
 
@@ -134,7 +134,8 @@ def _read_parameter(checkpoint: Checkpoint, variable, sharding) -> jax.Array:
     layout = variable.get_metadata("layout")
     value = layout.load(*(checkpoint.read(name, dtype=dtype) for name in tensors))
     # The device gets a copy of its own, and the host's buffer ends before the next one is read.
-    array = jax.device_put(np.ascontiguousarray(value), sharding, may_alias=False)
+    where = place(value.shape, sharding)
+    array = jax.device_put(np.ascontiguousarray(value), where, may_alias=False)
     return array.block_until_ready()
 
 

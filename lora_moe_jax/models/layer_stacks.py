@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding
 
 from lora_moe_jax.layers.adapter_slots import LoraParam
 from lora_moe_jax.models.decoder import Decoder
@@ -23,6 +25,7 @@ Path = tuple[str | int, ...]
 Axes = tuple[str | None, ...]
 
 
+LANES = 128  # of a TPU
 # Where kernels read a layer's part of a stack in place.
 STACKED = {"mosaic_gpu": ("bfloat16",), "mosaic_tpu": ("bfloat16", "float32"), "xla": ()}
 
@@ -30,6 +33,19 @@ STACKED = {"mosaic_gpu": ("bfloat16",), "mosaic_tpu": ("bfloat16", "float32"), "
 def stacks_layers(dtype: str) -> bool:
     """Whether a model's layers lie in stacks."""
     return dtype in STACKED[platform_implementation()]
+
+
+def place(shape: tuple[int, ...], sharding: Sharding | None) -> Format | Sharding | None:
+    """Where weights of a shape go: on a TPU such that the last axis is innermost.
+
+    Where that axis is no whole lanes on a device, XLA's own layout is another, to save padding, and
+    every step would copy the weights into this one, which kernels read.
+    """
+    columns = (shape if sharding is None else sharding.shard_shape(shape))[-1]
+    if platform_implementation() != "mosaic_tpu" or len(shape) == 1 or columns % LANES == 0:
+        return sharding
+    one_device = jnp.zeros(()).sharding
+    return Format(Layout(tuple(range(len(shape)))), sharding or one_device)
 
 
 def layer_runs(model: Decoder) -> list[range]:
@@ -47,7 +63,7 @@ def layer_runs(model: Decoder) -> list[range]:
 def filled(
     model: Decoder,
     make: Callable[[Path, nnx.Variable, int], jax.Array],
-    sharding_of: Callable[[Axes], jax.sharding.Sharding | None],
+    sharding_of: Callable[[Axes], Sharding | None],
     *,
     stacked: bool,
     progress: Callable[[int, int], None],
@@ -69,8 +85,9 @@ def filled(
         if path in places:
             first, index, count = places[path]
             if first not in stacks:
-                sharding = sharding_of((None, *variable.get_metadata("axes")))
-                stacks[first] = jnp.zeros((count, *array.shape), array.dtype, device=sharding)
+                shape = count, *array.shape
+                where = place(shape, sharding_of((None, *variable.get_metadata("axes"))))
+                stacks[first] = _zeros(shape, array.dtype, where)
             stacks[first] = _put(stacks[first], array, index)
         else:
             flat[path] = variable.replace(array)
@@ -92,6 +109,21 @@ def _places(model: Decoder, flat: dict[Path, nnx.Variable]) -> Iterator:
             yield path, (("layers", run.start, *path[2:]), path[1] - run.start, len(run))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+def _zeros(shape: tuple[int, ...], dtype, where: Format | Sharding | None) -> jax.Array:
+    if isinstance(where, Format):
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)()
+    return jnp.zeros(shape, dtype, device=where)
+
+
 def _put(stack: jax.Array, array: jax.Array, index: int) -> jax.Array:
-    return stack.at[index].set(array)
+    """The stack, where it is, with an array in it."""
+    where = place(stack.shape, stack.sharding)
+    return _writer(where if isinstance(where, Format) else None)(stack, array, index)
+
+
+@functools.cache
+def _writer(where: Format | None) -> Callable:
+    def write(stack, array, index):
+        return stack.at[index].set(array)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=where)

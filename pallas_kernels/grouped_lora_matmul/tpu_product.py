@@ -296,7 +296,9 @@ class _Weights:
             self.arrived.at[slot],
         )
         column_tile = self.core * self.tiles_of_core + j
-        last_piece, last_tile = piece == s.pieces - 1, column_tile == s.n_tiles - 1
+        # Of one alone it is known: W may have fewer rows than a piece, and none is whole then.
+        last_piece = s.pieces == 1 or piece == s.pieces - 1
+        last_tile = s.n_tiles == 1 or column_tile == s.n_tiles - 1
 
         def forward(rows):
             start = column_tile * s.block_n + piece * s.piece

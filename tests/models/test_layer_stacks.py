@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.layout import Format
+from jax.sharding import Mesh
 
 from lora_moe_jax.checkpoint.reader import Checkpoint
 from lora_moe_jax.config.reader import read_config
@@ -18,7 +20,7 @@ from lora_moe_jax.layers.cache import LayerCache
 from lora_moe_jax.models import build
 from lora_moe_jax.models.build import abstract_model, load_model, projections, random_model
 from lora_moe_jax.models.layer_loop import loops
-from lora_moe_jax.models.layer_stacks import layer_runs
+from lora_moe_jax.models.layer_stacks import layer_runs, place
 from lora_moe_jax.serving.model_arrays import ModelArrays
 from lora_moe_jax.serving.steps import page_shapes
 from pallas_kernels import PageView
@@ -34,10 +36,11 @@ def stacked(monkeypatch):
     monkeypatch.setattr(build, "stacks_layers", lambda dtype: True)
 
 
-def load(family: str, slots: SlotConfig | None = None):
+def load(family: str, slots: SlotConfig | None = None, mesh: Mesh | None = None):
     folder = GOLDEN / family / "base"
     config = read_config(folder)
-    return load_model(Checkpoint.open(folder, config), config, dtype="float32", adapters=slots)
+    checkpoint = Checkpoint.open(folder, config)
+    return load_model(checkpoint, config, dtype="float32", adapters=slots, mesh=mesh)
 
 
 def hidden(model):
@@ -85,6 +88,37 @@ def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one device", "four"])
+def test_on_a_tpu_the_last_axis_is_innermost(mesh, monkeypatch):
+    """Where it is no whole lanes on a device, if that is not XLA's way anyway."""
+    mesh = mesh and jax.make_mesh(mesh, ("expert", "tensor"), (jax.sharding.AxisType.Auto,) * 2)
+    here = jnp.zeros(()).sharding
+    split = mesh and jax.NamedSharding(mesh, jax.P(None, None, "tensor"))
+    assert place((3, 4, 6), split) is split
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    found = place((3, 4, 6), split)
+    assert found.layout.major_to_minor == (0, 1, 2) and found.sharding == (split or here)
+    assert isinstance(place((3, 4, 128), split), Format) == (mesh is not None)
+    assert place((3,), None) is None
+    model = load("deepseek_v3", mesh=mesh)
+    monkeypatch.undo()
+    plain = load("deepseek_v3", mesh=mesh)
+    leaves = jax.tree.leaves(nnx.state(model), is_leaf=is_layered)
+    assert any(map(is_layered, leaves))
+    for one, other in zip(leaves, jax.tree.leaves(nnx.state(plain)), strict=True):
+        np.testing.assert_array_equal(one, other)
+        if is_layered(one):
+            assert one.stack.sharding.is_equivalent_to(*_stacked(other)), one.stack.sharding
+
+
+def _stacked(array):
+    """The sharding of a stack of such arrays, and its axes."""
+    sharding, axes = array.sharding, array.ndim + 1
+    if isinstance(sharding, jax.NamedSharding):
+        sharding = jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec))
+    return sharding, axes
 
 
 @pytest.mark.slow
