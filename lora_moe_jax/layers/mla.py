@@ -38,6 +38,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.implementation import platform_implementation
 
+LANES = 128  # of a TPU
 MLA_NORM_EPS = 1e-6  # of the latent norms, whatever the configuration says
 
 
@@ -84,9 +85,9 @@ class LatentAttention(nnx.Module):
         On TPUs rope keys have zeros up to 128 columns. They take the memory of as many there, and
         XLA lays narrower arrays out the other way around, and copies them for attention's kernel.
         """
-        rope, unit = config.mla.qk_rope_head_dim, 128
+        rope = config.mla.qk_rope_head_dim
         if platform_implementation() == "mosaic_tpu":
-            rope = -(-rope // unit) * unit
+            rope = -(-rope // LANES) * LANES
         return (config.mla.kv_lora_rank,), (rope,)
 
     def __call__(

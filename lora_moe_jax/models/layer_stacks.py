@@ -24,7 +24,6 @@ from pallas_kernels.layered import Layered
 Path = tuple[str | int, ...]
 Axes = tuple[str | None, ...]
 
-
 LANES = 128  # of a TPU
 # Where kernels read a layer's part of a stack in place.
 STACKED = {"mosaic_gpu": ("bfloat16",), "mosaic_tpu": ("bfloat16", "float32"), "xla": ()}

@@ -10,11 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import jax
@@ -29,7 +24,7 @@ from pallas_kernels.paged_attention import api, mosaic_tpu, reference, tpu_bytes
 from pallas_kernels.paged_attention.tpu_attention import head_from_words
 from pallas_kernels.paged_attention.tpu_sizes import BLOCK
 from tests.pallas_kernels.tpu_attention_compile import CALLS
-from tests.pallas_kernels.tpu_compile import SETTINGS, TOPOLOGIES
+from tests.pallas_kernels.tpu_compile import TOPOLOGIES, reports_of
 from tests.pallas_kernels.tpu_interpreter import interpreter
 
 LENGTHS = (530, 270, 9)  # cached positions of each request: three, two and one blocks
@@ -302,21 +297,8 @@ def test_bytes_by_hand():
 
 def compile_all(tokens, **options):
     """Compiles calls of `tpu_attention_compile` for TPUs: one kernel each, no copy of a cache."""
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.pallas_kernels.tpu_attention_compile",
-            json.dumps(dict(tokens=tokens) | options),
-        ],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | SETTINGS,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    reports = [json.loads(line) for line in run.stdout.splitlines()]
+    module = "tests.pallas_kernels.tpu_attention_compile"
+    reports = reports_of(module, tokens=tokens, **options)
     assert len(reports) == len(options["generations"]) * len(options["names"])
     for report in reports:
         assert report["kernels"] == 1, report

@@ -7,19 +7,14 @@ hardware does not have. Times and numbers need a TPU.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from pallas_kernels.shapes import DECODE_TOKENS, EXPERT_SHAPES, PREFILL_TOKENS
-from tests.pallas_kernels.tpu_compile import SETTINGS, TOPOLOGIES
+from tests.pallas_kernels.tpu_compile import TOPOLOGIES, reports_of
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (tpu-aot extra)"
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (aot extra)"
 )
 KERNELS = {
     "layer, per expert": 4,
@@ -34,17 +29,8 @@ CALLS = 10
 
 def compile_all(generations, name, **options):
     """The reports of `tpu_compile`."""
-    arguments = json.dumps(dict(generations=generations, name=name) | options)
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.tpu_compile", arguments],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | SETTINGS,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    reports = [json.loads(line) for line in run.stdout.splitlines()]
+    module = "tests.pallas_kernels.tpu_compile"
+    reports = reports_of(module, generations=generations, name=name, **options)
     calls = options.get("only")
     assert len(reports) == len(generations) * (len(calls) if calls else CALLS)
     for report in reports:

@@ -12,8 +12,10 @@ import functools
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
@@ -26,6 +28,20 @@ SETTINGS = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+
+def reports_of(module: str, **arguments) -> list[dict]:
+    """What a module such as this one prints, run in a process of its own."""
+    run = subprocess.run(
+        [sys.executable, "-m", module, json.dumps(arguments)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | SETTINGS,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 def calls(shape, tokens: int, dtype, classes):
@@ -167,34 +183,45 @@ def main(
             print(json.dumps({"generation": generation, "call": call} | report), flush=True)
 
 
-def compiled(generation: str, function, arguments, donated=(), row_major: bool = True):
-    """Compiles for one chip; returns what there is to know about the result.
-
-    Args:
-      donated: numbers of the arguments whose memory the results may take.
-      row_major: whether arguments have the last axis minor. Left to itself XLA stores
-        [.., 5760, 2880] the other way around, to save padding, and then copies it for every kernel.
-    """
+def chips(generation: str, **axes: int):
+    """A mesh of as many chips, with axes of these sizes."""
     import jax
     import numpy as np
     from jax.experimental import topologies
-    from jax.experimental.layout import Format, Layout
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
-    mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
-    here = NamedSharding(mesh, PartitionSpec())
+    sizes = tuple(axes.values())
+    devices = np.array(topology.devices[: np.prod(sizes)]).reshape(sizes)
+    return jax.sharding.Mesh(devices, tuple(axes))
+
+
+def compiled(generation: str, function, arguments):
+    """`compiled_on` one chip, of arguments that have the last axis minor.
+
+    Left to itself XLA stores [.., 5760, 2880] the other way around, to save padding, and then
+    copies it for every kernel.
+    """
+    import jax
+    from jax.experimental.layout import Format, Layout
+
+    mesh = chips(generation, chip=1)
+    here = jax.NamedSharding(mesh, jax.P())
 
     def placed(array):
-        where = Format(Layout(tuple(range(len(array.shape)))), here) if row_major else here
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+        row_major = Format(Layout(tuple(range(len(array.shape)))), here)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=row_major)
+
+    jitted = jax.jit(function, out_shardings=here)
+    return compiled_on(mesh, jitted, jax.tree.map(placed, arguments))
+
+
+def compiled_on(mesh, jitted, arguments):
+    """Compiles for a mesh; returns what there is to know about the result."""
+    import jax
 
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jitted = jax.jit(
-            function, out_shardings=here, donate_argnums=donated, keep_unused=bool(donated)
-        )
-        result = jitted.trace(*jax.tree.map(placed, arguments)).lower().compile()
+        result = jitted.trace(*arguments).lower().compile()
     return {
         "seconds": round(time.perf_counter() - start, 2),
         "kernels": result.as_text().count('custom_call_target="tpu_custom_call"'),
