@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 MODELS = "qwen3-30b-a3b", "deepseek-v2-lite"
 FUNCTIONS = "step", "decode", "score_rows", "filter_rows", "top_rows"
 # Less than the experts of all layers on one of four chips, and than the smallest cache.
-TEMPORARY = 64 << 20
+TEMPORARY = 96 << 20
 GRID, ROW = (2, 2), (1, 4)  # chips: experts and features split, features alone
 
 
