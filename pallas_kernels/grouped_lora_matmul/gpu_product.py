@@ -39,6 +39,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
+from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import (
+    InPlace,
+    for_tiles,
+    is_spoiled,
+)
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
@@ -107,6 +112,7 @@ def product_kernel(
             approx_math=gate is None,
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=0,  # no sum crosses warps
         ),
         kernel_name=layout.name(),
     )
@@ -128,7 +134,17 @@ def product_kernel(
     return kernel(*layers, *tiles, x, w, *lora, *factors)[:, : layout.width]
 
 
-def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, out, **scratch):
+def _body(
+    layout: ProductLayout,
+    *refs,
+    tile_words,
+    tile_full,
+    tile_empty,
+    out,
+    health=None,
+    judged=None,
+    **scratch,
+):
     s = layout.schedule
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     layer = jnp.int32(0)
@@ -145,42 +161,49 @@ def _body(layout: ProductLayout, *refs, tile_words, tile_full, tile_empty, out, 
     mine = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
     places, run_ends, *lora = lora if layout.terms else (None, None)
     lora = layout.lora_arrays(lora)
-    feed = TileFeed(layout, program, words, places, run_ends, tile_words, tile_full, tile_empty)
+    feed = TileFeed(
+        layout, program, mine, words, places, run_ends, tile_words, tile_full, tile_empty
+    )
     stages = Stages(layout, **scratch)
+
+    def set_registers(action, count):
+        if s.consumers > 1:
+            plgpu.set_max_registers(count, action=action)
 
     @pl.when(warpgroup == s.consumers)
     def _memory():
-        if s.consumers > 1:
-            plgpu.set_max_registers(40, action="decrease")
-
+        set_registers("decrease", 56 if layout.in_place else 40)
         memory = ProductMemory(feed, stages, x, w, lora, layer)
 
-        def load(i, state):
+        def load(i, again, state):
             tile, step = state
             # A carried number's divisors are forgotten.
             tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
             # Read now, needed after this tile.
             following = feed.read(i + 1)
             feed.load(tile, i)
-            return following, memory.load_tile(tile, step)
+            step, is_mixed = memory.load_tile(tile, again, step)
+            return (following, step), is_mixed
 
-        _, steps = lax.fori_loop(0, mine, load, (feed.read(0), jnp.int32(0)))
+        judge = functools.partial(is_spoiled, health, judged)
+        tiles, (_, steps) = for_tiles(layout, mine, load, judge, (feed.read(0), jnp.int32(0)))
         drain(stages.empty, steps, s.stages)
-        drain(feed.empty, mine, TILES)
+        drain(feed.empty, tiles, TILES)
 
     @pl.when(warpgroup < s.consumers)
     def _compute():
-        if s.consumers > 1:
-            plgpu.set_max_registers(232, action="increase")
+        # What the other warpgroup has given back of the 168 that each begins with.
+        set_registers("increase", 224 if layout.in_place else 232)
+        in_place = InPlace(feed, stages, health, judged, warpgroup) if layout.in_place else None
+        consumer = ProductConsumer(feed, stages, lora, layer, out, y, warpgroup, in_place)
 
-        consumer = ProductConsumer(feed, stages, lora, layer, out, y, warpgroup)
-
-        def compute(i, step):
+        def compute(i, again, step):
             tile = feed.loaded(i)
-            step = consumer.compute_tile(tile, step)
+            is_mixed = feed.is_mixed(tile)
+            step = consumer.compute_tile(tile, again, step)
             feed.release(tile)
-            return step
+            return step, is_mixed
 
-        lax.fori_loop(0, mine, compute, jnp.int32(0))
+        for_tiles(layout, mine, compute, in_place and in_place.judge, jnp.int32(0))
         # Read is enough: the kernel's end makes what was stored visible.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import gated
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
+from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import InPlace
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import LoraArrays, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 from pallas_kernels.hopper.accumulate import continued
@@ -23,18 +24,36 @@ class ProductConsumer:
     Args:
       layer: of the adapters' arrays that have those of many layers.
       out: its buffers, and those of the others.
+      in_place: what adds runs, where they are added in place.
     """
 
-    def __init__(self, feed: TileFeed, stages: Stages, lora: LoraArrays, layer, out, y, warpgroup):
+    def __init__(
+        self,
+        feed: TileFeed,
+        stages: Stages,
+        lora: LoraArrays,
+        layer,
+        out,
+        y,
+        warpgroup,
+        in_place: InPlace | None,
+    ):
         self.layout, self.schedule = feed.layout, feed.schedule
         self.feed, self.stages = feed, stages
         self.lora, self.layer = lora, layer
         self.out, self.y, self.warpgroup = out, y, warpgroup
+        self.in_place = in_place
 
-    def compute_tile(self, tile: Tile, step):
+    def compute_tile(self, tile: Tile, by_run, step):
+        """Computes a tile, or each of its runs as a tile of its own; returns the next step."""
+        if not self.layout.in_place:
+            return self.compute_part(tile, step)
+        return self.feed.for_parts(tile, by_run, self.compute_part, step)
+
+    def compute_part(self, tile: Tile, step):
         multiply = functools.partial(self.multiply, tile)
         sums, step = for_height(self.schedule.heights, tile.rows, multiply, step)
-        if self.layout.terms and not self.layout.inner:
+        if self.layout.terms and not (self.layout.inner or self.layout.in_place):
             adapted = self.feed.adapted_rows(tile)
             # Out of the way of tiles of one adapter, or none: their code follows itself.
             add = functools.partial(self.add_runs, tile, adapted)
@@ -60,6 +79,7 @@ class ProductConsumer:
             some = jnp.maximum(slot, 0)
             scalings = inner.scaling(self.lora.scalings, self.layer, some, tile)
 
+        is_mixed = self.feed.is_mixed(tile)
         # A is in the block of a narrow tile, else in one of its own.
         blocks_of_a = int(inner is not None and not layout.narrow)
 
@@ -98,11 +118,16 @@ class ProductConsumer:
                 total = accumulators[-1][...]
                 scaled = functools.partial(inner.scaled, total, scalings, layout.first_rank)
                 pl.when(slot >= 0)(lambda: self.store_u(scaled()))
-            if layout.terms:
+            if layout.in_place:
+                end = self.in_place.add_runs(tile, is_mixed, sums, height, end)
+            elif layout.terms:
                 places = [(i, 0, height) for i in range(blocks)]
                 steps = self.whole_steps(tile)
                 end = self.low_rank_steps(sums, places, steps, end)
-            return tuple(accumulator[...] for accumulator in sums), end
+            totals = tuple(accumulator[...] for accumulator in sums)
+            if layout.in_place:
+                pl.when(is_mixed)(lambda: self.in_place.look_at(totals))
+            return totals, end
 
         count = blocks + blocks_of_a
         sums, end = pl.run_scoped(k_loop, *[plgpu.ACC((64, height)) for _ in range(count)])
@@ -137,11 +162,12 @@ class ProductConsumer:
             for accumulator, (i, row, count) in zip(accumulators, places, strict=True):
                 block = self.warpgroup * s.blocks + i % s.blocks
                 for place in layout.places_of_part(i // s.blocks):
-                    b = self.stages.b_block(stage, place, block)
+                    b = self.stages.b_block(stage, 0, place, block)
                     if layout.inner:
                         u = self.stages.own_u_tiles.at[self.warpgroup, pl.ds(0, count)]
                     else:
-                        u = self.stages.u_tiles.at[stage, pl.ds(place * layout.x_rows + row, count)]
+                        rows = pl.ds(place * layout.x_rows + row, count)
+                        u = self.stages.u_tiles.at[stage, 0, rows]
                     plgpu.wgmma(accumulator, b.T, u.T)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.stages.empty.at[stage])

@@ -15,6 +15,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_inner import RANKS, Inner
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     CHUNK,
     LINE,
+    TALL,
     TILES,
     block_rows,
     rank_step,
@@ -25,6 +26,7 @@ from pallas_kernels.hopper.memory import overlaid, two_views, views_of
 from pallas_kernels.layered import is_layered, merged
 
 K_STEP = 64  # columns of one block of a stage: 128 bytes, the widest swizzle
+MOST_BARRIERS = 32  # of one array: Mosaic keeps their phases in the bits of a word
 
 
 class ProductLayout:
@@ -121,10 +123,7 @@ class ProductLayout:
 
     def scratch(self):
         s, r = self.schedule, self.rank_step
-        self.b_per_stage = s.depth * self.parts * 64 // r
-        b_features = s.features
-        if self.by_rows:
-            self.b_per_stage, b_features = s.depth * self.block_rows // r, 64
+        b_features = 64 if self.by_rows else s.features
         x_uses = [two_views((s.stages, s.depth, self.x_rows, 64), self.dtype)]
         w_shape = (s.stages, s.depth, self.w_rows // 64, 64, 64)
         whole = (s.stages, s.depth, self.parts, s.features, 64) if self.w_copies == 1 else None
@@ -132,8 +131,11 @@ class ProductLayout:
             w_shape, whole = (s.stages, s.depth, self.block_rows, 64), None
         w_uses = [two_views(w_shape, self.dtype, load_shape=whole)]
         if self.terms and not self.inner:
-            u_rows = s.depth * self.x_rows * 64 // r
-            x_uses.append(two_views((s.stages, u_rows, r), self.dtype))
+            u_shape = s.stages, self.runs_of_stage, self.u_rows // self.runs_of_stage, r
+            x_uses.append(two_views(u_shape, self.dtype))
+            if self.in_place and not self.interpreted:
+                words = *u_shape[:2], u_shape[2] * r // 2
+                x_uses.append([plgpu.SMEM(words, jnp.int32)])
         if self.terms:
             b_shape = (s.stages * self.b_per_stage, r, b_features)
             b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
@@ -155,7 +157,8 @@ class ProductLayout:
         if self.terms:
             copies = (self.feature_blocks if self.by_rows else 1) + (0 if self.inner else 1)
             scratch["low_rank_full"] = plgpu.Barrier(
-                num_arrivals=copies * self.terms_of_stage, num_barriers=s.stages
+                num_arrivals=copies * self.terms_of_stage,
+                num_barriers=s.stages * self.runs_of_stage,
             )
         if self.inner:
             u_shape, swizzle = (s.consumers, self.x_rows, RANKS), plgpu.SwizzleTransform(128)
@@ -164,7 +167,62 @@ class ProductLayout:
                 for tile in ((1, 64), (8, 64))
             ]
             scratch["own_u"] = overlaid(u_views, interpreted=self.interpreted)
+        if self.in_place:
+            scratch["health"] = plgpu.SMEM((s.consumers, 64), jnp.float32)
+            scratch["judged"] = plgpu.Barrier(num_arrivals=s.consumers)
+            if self.interpreted:
+                scratch["kept_u"] = plgpu.SMEM((s.consumers, *u_shape), self.dtype)
         return scratch
+
+    @property
+    def in_place(self) -> bool:
+        """Whether runs are added in place: see `gpu_product_in_place`.
+
+        Where u is wider, or tiles are lower, what it saves is less than what it costs.
+        """
+        if not self.terms or self.inner or self.single_rows:
+            return False
+        return self.x_rows >= TALL and self.terms_of_stage * self.rank_step <= 32
+
+    @property
+    def b_per_stage(self) -> int:
+        """Blocks of B, each of a run and a term, that a stage has room for in place of W."""
+        rows = self.block_rows if self.by_rows else self.parts * 64
+        return self.schedule.depth * rows // self.rank_step
+
+    @property
+    def u_rows(self) -> int:
+        """Rows of u that a stage has room for in place of x."""
+        return self.schedule.depth * self.x_rows * 64 // self.rank_step
+
+    @property
+    def runs_of_stage(self) -> int:
+        """For how many runs a stage holds B and u."""
+        if not self.in_place:
+            return 1
+        most = min(self.b_per_stage // self.terms_of_stage, MOST_BARRIERS // self.schedule.stages)
+        for runs in range(most, 1, -1):
+            if self.u_rows % (8 * runs) == 0 and self._vectors(2) <= self._words_of_run(runs):
+                return runs
+        return 1
+
+    @property
+    def kept_words(self) -> tuple[int, int]:
+        """32-bit words of a run's u, in whole vectors of all lanes, and of a vector."""
+        vector = 4 if self._vectors(4) <= self._words_of_run(self.runs_of_stage) else 2
+        return self._vectors(vector), vector
+
+    @property
+    def later_terms(self) -> range:
+        """The first rows of u of a run's terms, but for the first term."""
+        return range(self.x_rows, self.terms_of_stage * self.x_rows, self.x_rows)
+
+    def _words_of_run(self, runs: int) -> int:
+        return self.u_rows // runs * self.rank_step // 2
+
+    def _vectors(self, vector: int) -> int:
+        words = self.terms_of_stage * self.x_rows * self.rank_step // 2
+        return pl.cdiv(words, 128 * vector) * 128 * vector
 
     @property
     def feature_blocks(self) -> int:
@@ -237,8 +295,11 @@ class Stages:
         empty,
         low_rank_full=None,
         own_u=None,
+        kept_u=None,
     ):
         uses = (2, 2) if layout.terms and not layout.inner else (2,)
+        if layout.in_place and not layout.interpreted:
+            uses = (*uses, 1)
         (self.x_load, self.x_tiles), *u_views = views_of(
             x_stage, *uses, interpreted=layout.interpreted
         )
@@ -249,7 +310,10 @@ class Stages:
         if layout.inner:
             ((self.own_u, self.own_u_tiles),) = views_of(own_u, 2, interpreted=layout.interpreted)
         elif layout.terms:
-            ((self.u_load, self.u_tiles),) = u_views
+            (self.u_load, self.u_tiles), *words = u_views
+            if words:
+                ((self.u_words,),) = words
+        self.kept_u = kept_u
         if layout.terms:
             ((self.b,),) = b_views
         self.full, self.empty, self.low_rank_full = full, empty, low_rank_full
@@ -265,15 +329,31 @@ class Stages:
         """The ranks of A, after the last rows of W."""
         return self.w_tiles.at[stage, part, pl.ds(self.layout.block_rows - 64, 64)]
 
-    def b_block(self, stage, place, block):
-        """64 features of the factor of one of a stage's terms."""
-        first = stage * self.layout.b_per_stage
+    def b_block(self, stage, run, place, block):
+        """64 features of the factor of one of the terms of one of a stage's runs."""
+        first = stage * self.layout.b_per_stage + run * self.layout.terms_of_stage
         if self.layout.by_rows:
             return self.b.at[first + place * self.layout.feature_blocks + block]
         return self.b.at[first + place, :, pl.ds(64 * block, 64)]
 
     def stage_of(self, step):
         return lax.rem(step, jnp.int32(self.count))
+
+    def of_run(self, first_step, count):
+        """Where the low-rank step after `count` others of a tile is, which begin at a step.
+
+        Returns:
+          The step and stage, the run among the stage's, and its barrier.
+        """
+        runs = jnp.int32(self.layout.runs_of_stage)
+        step, run = first_step + lax.div(count, runs), lax.rem(count, runs)
+        stage = self.stage_of(step)
+        return step, stage, run, self.low_rank_full.at[stage * runs + run]
+
+    def after(self, first_step, count):
+        """The step after `count` low-rank steps of a tile."""
+        runs = self.layout.runs_of_stage
+        return first_step + lax.div(count + (runs - 1), jnp.int32(runs))
 
     def release(self, step):
         """Says, for one consumer, that what a step's stage holds has been read."""

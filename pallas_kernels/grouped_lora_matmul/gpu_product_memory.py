@@ -29,7 +29,25 @@ class ProductMemory:
         self.first_group = layer * self.layout.groups_of_layer
         self.first_slots = [layer * count for count in self.layout.slots_of_layer]
 
-    def load_tile(self, tile: Tile, step):
+    def load_tile(self, tile: Tile, by_run, step):
+        """Loads a tile, or each of its runs as a tile of its own.
+
+        Returns the next step, and whether the tile has several runs.
+        """
+        if self.layout.in_place:
+            pl.when(by_run)(lambda: self.feed.wait(tile))
+            load = functools.partial(self.load_part, wait=~by_run)
+            step = self.feed.for_parts(tile, by_run, load, step)
+        else:
+            step = self.load_part(tile, step)
+        is_mixed = self.feed.is_mixed(tile)
+        if self.layout.terms:
+            # All its warps have read the words before a copy of its own replaces them.
+            plgpu.commit_smem()
+        return step, is_mixed
+
+    def load_part(self, tile: Tile, step, wait=True):
+        """Loads a tile or a part of it, whose words are waited for when they are needed."""
         depth, inner = self.schedule.depth, self.layout.inner
         # Of a row without an adapter: some A, which nobody uses.
         row_slot = jnp.maximum(slot_of(self.feed.places[tile.row]), 0) if inner else None
@@ -39,7 +57,8 @@ class ProductMemory:
             rows = pl.ds(tile.row, height)
 
             def k_step(k, step):
-                stage = self.acquire(step)
+                self.acquire(step)
+                stage = self.stages.stage_of(step)
                 column = (k * depth + block) * K_STEP
                 plgpu.copy_gmem_to_smem(
                     self.x.at[rows, pl.ds(column, K_STEP)],
@@ -67,24 +86,25 @@ class ProductMemory:
             return step + tile.k_steps
 
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)
-        if self.layout.terms:
-            self.feed.wait(tile)
+        if not self.layout.terms:
+            return step
+        pl.when(wait)(lambda: self.feed.wait(tile))
+        if self.layout.in_place:
+            count = self.load_whole_runs(tile, step)
+        else:
             slot = self.feed.only_slot(tile)
-            others = (lambda step: step) if inner else functools.partial(self.load_runs, tile)
-            whole = functools.partial(self.load_whole, tile, slot)
-            step = lax.cond(slot >= 0, whole, others, step)
-            # All its warps have read the words before a copy of its own replaces them.
-            plgpu.commit_smem()
-        return step
+            whole = functools.partial(self.load_whole, tile, step, slot)
+            runs = functools.partial(self.load_runs, tile, step)
+            others = (lambda count: count) if inner else runs
+            count = lax.cond(slot >= 0, whole, others, jnp.int32(0))
+        return self.stages.after(step, count)
 
     def acquire(self, step):
-        stage = self.stages.stage_of(step)
+        """Waits until the step's stage is free."""
 
         @pl.when(step >= self.schedule.stages)
         def _wait():
-            plgpu.barrier_wait(self.stages.empty.at[stage])
-
-        return stage
+            plgpu.barrier_wait(self.stages.empty.at[self.stages.stage_of(step)])
 
     def load_w(self, tile, column, stage, part_of_stage):
         layout, features = self.layout, self.schedule.features
@@ -114,54 +134,66 @@ class ProductMemory:
             both = source(slice(None), 0, features)
             plgpu.copy_gmem_to_smem(both, w_load, barrier)
 
-    def load_whole(self, tile, slot, step):
-        """The low-rank stages of a tile with one adapter."""
+    def load_whole(self, tile, first_step, slot, count):
+        """The low-rank steps of one slot, with u of all the tile's rows, after `count` others."""
 
-        def load(height, step):
-            return self.load_low_rank(tile, 0, height, slot, step)
+        def load(height, count):
+            return self.load_low_rank(tile, 0, height, slot, first_step, count)
 
-        return for_height(self.schedule.heights, tile.rows, load, step)
+        return for_height(self.schedule.heights, tile.rows, load, count)
 
-    def load_runs(self, tile, step):
-        """The low-rank stages of each chunk's runs."""
+    def load_whole_runs(self, tile, first_step):
+        """The low-rank steps of each run, with u of all the tile's rows."""
+
+        def load(slot, first, stop, count):
+            del first, stop
+            whole = functools.partial(self.load_whole, tile, first_step, slot)
+            return lax.cond(slot >= 0, whole, lambda count: count, count)
+
+        return self.feed.for_runs(tile, load, jnp.int32(0))
+
+    def load_runs(self, tile, first_step, count):
+        """The low-rank steps of each chunk's runs, with u of the chunk."""
         size, adapted = self.layout.chunk, self.feed.adapted_rows(tile)
 
-        def load_chunk(chunk, step):
-            def load(slot, first, stop, step):
+        def load_chunk(chunk, count):
+            def load(slot, first, stop, count):
                 del first, stop
-                return self.load_low_rank(tile, chunk * size, size, slot, step)
+                return self.load_low_rank(tile, chunk * size, size, slot, first_step, count)
 
-            return self.feed.walk_runs(tile, adapted, chunk * size, load, step)
+            return self.feed.walk_runs(tile, adapted, chunk * size, load, count)
 
-        return lax.fori_loop(0, lax.div(adapted + size - 1, size), load_chunk, step)
+        return lax.fori_loop(0, lax.div(adapted + size - 1, size), load_chunk, count)
 
-    def load_low_rank(self, tile, begin, count, slot, step):
+    def load_low_rank(self, tile, begin, rows, slot, first_step, count):
+        """B of a slot and u of `rows` rows: its low-rank steps, after `count` others."""
         layout = self.layout
-        rows = pl.ds(tile.row + begin, count)
+        of_tile = pl.ds(tile.row + begin, rows)
 
-        def load_set(its, j, step):
-            stage = self.acquire(step)
-            barrier = self.stages.low_rank_full.at[stage]
+        def load_set(its, j, count):
+            step, stage, run, barrier = self.stages.of_run(first_step, count)
+            pl.when(run == 0)(functools.partial(self.acquire, step))
             first_rank = pl.multiple_of(j * layout.rank_step, layout.rank_step)
             for place, term in enumerate(its.terms):
-                self.load_b(tile, its.rank_class.own(slot), term, first_rank, stage, place)
+                target = stage, run, place, barrier
+                self.load_b(tile, its.rank_class.own(slot), term, first_rank, *target)
                 if layout.inner:
                     continue
                 plgpu.copy_gmem_to_smem(
                     self.lora.u[layout.u_array[term]].at[
-                        rows, pl.ds(layout.u_first[term] + first_rank, layout.rank_step)
+                        of_tile, pl.ds(layout.u_first[term] + first_rank, layout.rank_step)
                     ],
-                    self.stages.u_load.at[stage, pl.ds(place * layout.x_rows, count)],
+                    self.stages.u_load.at[stage, run, pl.ds(place * layout.x_rows, rows)],
                     barrier,
                 )
-            return step + 1
+            return count + 1
 
         for its in layout.sets():
             load = functools.partial(load_set, its)
-            step = lax.fori_loop(0, layout.steps_of(its, tile.feature, slot), load, step)
-        return step
+            count = lax.fori_loop(0, layout.steps_of(its, tile.feature, slot), load, count)
+        return count
 
-    def load_b(self, tile, slot, term, first_rank, stage, place):
+    def load_b(self, tile, slot, term, first_rank, stage, run, place, barrier):
         layout = self.layout
         group = 0 if layout.shared[term] else tile.group
         column = tile.feature - (0 if layout.gate is not None else layout.starts[term])
@@ -173,13 +205,13 @@ class ProductMemory:
                 pl.ds(first_rank, layout.rank_step),
                 pl.ds(column, count),
             ]
-            plgpu.copy_gmem_to_smem(source, target, self.stages.low_rank_full.at[stage])
+            plgpu.copy_gmem_to_smem(source, target, barrier)
 
         if not layout.by_rows:
-            target = self.stages.b.at[stage * layout.b_per_stage + place]
-            load(first_rank, column, self.schedule.features, target)
+            first = stage * layout.b_per_stage + run * layout.terms_of_stage
+            load(first_rank, column, self.schedule.features, self.stages.b.at[first + place])
             return
         for block in range(layout.feature_blocks):
             # u has a term's ranks where A was among the rows of W: there are none before in B.
             ranks = first_rank - layout.ranks_before[term]
-            load(ranks, column + 64 * block, 64, self.stages.b_block(stage, place, block))
+            load(ranks, column + 64 * block, 64, self.stages.b_block(stage, run, place, block))

@@ -17,6 +17,7 @@ TILE_WORDS = 4  # of the table of tiles, 16 bytes: copies begin at multiples of 
 LINE = 32  # words of the copy engine's alignment, 128 bytes
 STAGES = 4  # of a ring, at least: with three, loads do not keep up
 TALLEST = 144  # rows of a tile: with more, four stages do not fit
+TALL = 112  # rows from which runs may be added in place
 PIECE = 64  # rows of a run that one unit of a shrink takes at most
 DEPTH = 4  # blocks of 64 columns in one stage of a product of few tiles
 ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
@@ -121,6 +122,8 @@ def product_schedule(
     words = 4 * TILES * words_of_tile(heights)
     buffer = consumers * min(CHUNK, heights[-1]) * 64 * out_bytes
     free = SHARED_MEMORY - _whole(words, ARRAY)
+    if heights[-1] >= TALL:
+        free -= ARRAY  # whether its sums are finite
     if made_ranks:
         free -= _whole(consumers * heights[-1] * 128, ARRAY)
     # Two more output buffers help, unless they take a stage that is needed more.

@@ -27,6 +27,7 @@ class Tile(NamedTuple):
       group, row, rows: whose rows, the first, and how many.
       k_steps: stages of the K loop; 0 for rows past the last group, which become zeros.
       feature: the first of the tile's features.
+      skipped: of a part of a tile, the rows before its first.
     """
 
     slot: jax.Array
@@ -35,21 +36,24 @@ class Tile(NamedTuple):
     rows: jax.Array
     k_steps: jax.Array
     feature: jax.Array
+    skipped: jax.Array
 
 
 class TileFeed:
     """The tiles of one program: its i-th is tile `program + i * programs` of all.
 
     Args:
+      count: how many it has; those from there on are the first ones again.
       words: the table, or each row's place where every row is a tile.
       places, run_ends: those of all rows; None without adapters.
       in_memory: int32 [TILES, words of a tile] in shared memory. full, empty: its barriers.
     """
 
     def __init__(
-        self, layout: ProductLayout, program, words, places, run_ends, in_memory, full, empty
+        self, layout: ProductLayout, program, count, words, places, run_ends, in_memory, full, empty
     ):
-        self.layout, self.schedule, self.program = layout, layout.schedule, program
+        self.layout, self.schedule = layout, layout.schedule
+        self.program, self.count = program, count
         self.words, self.places, self.run_ends = words, places, run_ends
         self.in_memory, self.full, self.empty = in_memory, full, empty
 
@@ -57,6 +61,8 @@ class TileFeed:
         """The number in the table of a program's tile, and its slice of features."""
         # A few tiles take a slice after each other, so that they read its W at the same time.
         together, slices = self.schedule.together, self.layout.feature_tiles
+        if self.layout.in_place:
+            i -= jnp.where(i < self.count, 0, self.count)
         index = self.program + i * self.schedule.programs
         some = lax.div(index, jnp.int32(together * slices))
         place = lax.rem(index, jnp.int32(together * slices))
@@ -70,7 +76,8 @@ class TileFeed:
         k_steps = jnp.where(group < layout.groups, layout.k_steps, 0)
         group = jnp.minimum(group, layout.groups - 1)
         feature = slice_of * self.schedule.features
-        return Tile(lax.rem(i, jnp.int32(TILES)), group, row, rows, k_steps, feature)
+        slot = lax.rem(i, jnp.int32(TILES))
+        return Tile(slot, group, row, rows, k_steps, feature, jnp.int32(0))
 
     def read(self, i) -> Tile:
         """From the table; the words past its end are read, early, but nothing uses them."""
@@ -133,8 +140,9 @@ class TileFeed:
 
     def run_at(self, tile: Tile, row):
         """The slot of a row of the tile, and the end of its run."""
-        place = self.in_memory[tile.slot, self.word_of(self.layout.place, tile.row) + row]
-        end = self.in_memory[tile.slot, self.word_of(self.layout.run_end, tile.row) + row]
+        whole, row = tile.row - tile.skipped, tile.skipped + row
+        place = self.in_memory[tile.slot, self.word_of(self.layout.place, whole) + row]
+        end = self.in_memory[tile.slot, self.word_of(self.layout.run_end, whole) + row]
         return slot_of(place), end - tile.row
 
     def adapted_rows(self, tile: Tile):
@@ -174,3 +182,34 @@ class TileFeed:
             return stop, carry
 
         return lax.while_loop(lambda state: state[0] < end, run, (jnp.int32(begin), carry))[1]
+
+    def is_mixed(self, tile: Tile):
+        """Whether the tile has several runs, which are added in place."""
+        if not self.layout.in_place:
+            return jnp.bool(False)
+        return self.run_at(tile, 0)[1] < tile.rows
+
+    def for_runs(self, tile: Tile, visit, carry):
+        """visit(slot, first, stop, carry) for all the tile's runs; the slot of some is -1."""
+
+        def run(state):
+            row, carry = state
+            slot, stop = self.run_at(tile, row)
+            stop = jnp.minimum(stop, tile.rows)
+            return stop, visit(slot, row, stop, carry)
+
+        return lax.while_loop(lambda state: state[0] < tile.rows, run, (jnp.int32(0), carry))[1]
+
+    def for_parts(self, tile: Tile, by_run, handle, carry):
+        """handle(part, carry) for the tile, or for each of its runs as a tile of its own."""
+
+        def part(state):
+            row, _, carry = state
+            stop = lax.cond(by_run, lambda: self.run_at(tile, row)[1], lambda: tile.rows)
+            stop = jnp.minimum(stop, tile.rows)
+            its = tile._replace(row=tile.row + row, rows=stop - row, skipped=row)
+            return stop, stop < tile.rows, handle(its, carry)
+
+        # Once for a tile without rows.
+        state = jnp.int32(0), jnp.bool(True), carry
+        return lax.while_loop(lambda state: state[1], part, state)[2]

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.interpreter
 # Every call takes seconds: looking for a smaller failing one would take minutes.
 QUICK = settings(deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 GPT_OSS = Gate(7.0, 1.702, 1.0)
+TALL = ("heights", (112, 128))  # runs of such tiles are added in place
 PRODUCTS = {
     "two parts": ProductCase(20, 128, 192, (Term(0, 128, 24), Term(128, 64, 8, shared=True))),
     "gated": ProductCase(20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8)), gate=Gate()),
@@ -42,8 +43,19 @@ PRODUCTS = {
     "a layer of several": ProductCase(
         20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8, shared=True)), gate=Gate(), layered=True
     ),
+    "in place": ProductCase(20, 64, 192, (Term(0, 128, 8), Term(128, 64, 24)), cut=(TALL,)),
 }
 SLOW_PRODUCTS = {
+    "in place, gated": ProductCase(
+        40, 64, 256, (Term(0, 128, 16), Term(128, 128, 8)), gate=Gate(), cut=(TALL,), layered=True
+    ),
+    "in place, backward": ProductCase(
+        40, 64, 128, (Term(0, 128, 16), Term(0, 128, 8, shared=True)), contract=1, cut=(TALL,)
+    ),
+    "in place, ranks past one step": ProductCase(
+        40, 64, 192, (Term(0, 192, 72),), slots=8, cut=(TALL,), out_dtype="float32"
+    ),
+    "in place, several tiles": ProductCase(400, 64, 64, (Term(0, 64, 8),), groups=2, slots=6),
     "float32": ProductCase(20, 128, 192, (Term(0, 192, 24),), out_dtype="float32"),
     "no adapters": ProductCase(20, 136, 72),
     "float32 without adapters": ProductCase(40, 136, 72, groups=1, out_dtype="float32"),
@@ -290,9 +302,10 @@ def test_spread(tokens, choices, width):
     assert found.tobytes() == expected.tobytes()
 
 
-def test_a_slot_of_nan_stays_apart():
+@pytest.mark.parametrize("name", ["two parts", "in place"])
+def test_a_slot_of_nan_stays_apart(name):
     """NaN in one slot's factors and u reaches its own rows alone; all others keep their bits."""
-    case = PRODUCTS["two parts"]
+    case = PRODUCTS[name]
     slots = np.resize(np.array([0, 1, -1, 1, 2], np.int32), 20)
     x, w, *batch, u, factors = case.arguments(np.array([9, 0, 3, 6], np.int32), slots)
     clean = case.run(x, w, *batch, u, factors)
@@ -303,6 +316,22 @@ def test_a_slot_of_nan_stays_apart():
     found = case.run(x, w, *batch, u, factors)
     hit = (slots == 1) & (np.arange(20) < 18)
     assert np.isnan(found[hit].astype(np.float32)).all()
+    assert found[~hit].tobytes() == clean[~hit].tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_one_number_that_is_not_finite_stays_apart_in_place(value):
+    """In one feature of one group's B: nothing else of the tile's other rows tells of it."""
+    case = ProductCase(40, 64, 192, (Term(0, 192, 8),), groups=2, cut=(TALL,))
+    slots = np.sort(np.resize(np.array([-1, 0, 1, 2], np.int32), 40))
+    x, w, *batch, u, factors = case.arguments(np.array([0, 40], np.int32), slots)
+    clean = case.run(x, w, *batch, u, factors)
+    factors[0][1, 1, 3, 150] = value
+    found = case.run(x, w, *batch, u, factors)
+    hit = np.zeros(found.shape, bool)
+    hit[slots == 1, 150] = True
+    assert not np.isfinite(found[hit].astype(np.float32)).any()
     assert found[~hit].tobytes() == clean[~hit].tobytes()
 
 
