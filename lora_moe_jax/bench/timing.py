@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -18,20 +19,27 @@ import jax
 KERNEL_ROUNDS = 9
 WALL_ROUNDS = 25
 PALLAS = "mosaic_gpu"  # in the name of every kernel that Pallas made
+_COMPILERS = ThreadPoolExecutor(thread_name_prefix="compile")
 
 
 class Program(NamedTuple):
-    """A compiled function and the arguments to time it on."""
+    """A function that compiles, or has, and the arguments to time it on."""
 
-    compiled: jax.stages.Compiled
+    compiling: Future[jax.stages.Compiled]
     arguments: tuple[Any, ...]
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        return self.compiling.result()
 
     def __call__(self):
         return self.compiled(*self.arguments)
 
 
 def program(function: Callable, *arguments) -> Program:
-    return Program(jax.jit(function).lower(*arguments).compile(), arguments)
+    """Lowers the function; it compiles beside whatever is lowered next."""
+    lowered = jax.jit(function).lower(*arguments)
+    return Program(_COMPILERS.submit(lowered.compile), arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +80,11 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def wait_for(programs: Mapping[str, Program]) -> None:
+    """Returns when all have compiled: compiling would share the host with what is timed."""
+    wait([run.compiling for run in programs.values()])
+
+
 def best_timer() -> Timer:
     """CUPTI on a GPU, else the wall clock."""
     return kernel_times if on_gpu() else wall_times
@@ -82,12 +95,13 @@ def kernel_times(programs: Mapping[str, Program], rounds: int = KERNEL_ROUNDS) -
     from jax.experimental.mosaic.gpu import profiler
 
     samples: dict[str, list[Launches]] = {name: [] for name in programs}
+    wait_for(programs)
     last = list(programs)[-1]
     for turn in range(rounds):
-        for name, (compiled, arguments) in programs.items():
+        for name, run in programs.items():
             # Detached from the process at the end only: attaching again is slow.
             cupti = profiler.Cupti(finalize=turn == rounds - 1 and name == last)
-            _, launches = cupti.measure(compiled, aggregate=False)(*arguments)
+            _, launches = cupti.measure(run.compiled, aggregate=False)(*run.arguments)
             if not launches:
                 raise RuntimeError(f"CUPTI saw no kernel in {name!r}")
             samples[name].append([(kernel, ms / 1e3) for kernel, ms in launches])
@@ -108,6 +122,7 @@ def timing_of(calls: Sequence[Launches]) -> Timing:
 def wall_times(programs: Mapping[str, Program], rounds: int = WALL_ROUNDS) -> dict[str, Timing]:
     """Wall-clock times, one call at a time."""
     times: dict[str, list[float]] = {name: [] for name in programs}
+    wait_for(programs)
     for run in programs.values():
         jax.block_until_ready(run())
     for _ in range(rounds):
@@ -127,6 +142,7 @@ def elapsed_times(
       warm: seconds of load before the first round, so that clocks have settled.
       busy: about the seconds that one measurement keeps the device busy.
     """
+    wait_for(programs)
     in_flight = {
         name: max(1, math.ceil(3 * busy / _together(run, 3))) for name, run in programs.items()
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from concurrent.futures import Future
 
 import jax
 import pytest
@@ -11,6 +12,13 @@ from jax.experimental.mosaic.gpu import profiler
 
 from lora_moe_jax.bench import timing
 from lora_moe_jax.bench.timing import Program, Timing
+
+
+def ready(compiled) -> Program:
+    """A program without arguments that has compiled already."""
+    compiling = Future()
+    compiling.set_result(compiled)
+    return Program(compiling, ())
 
 
 def test_median_of_calls():
@@ -63,7 +71,7 @@ class FakeCupti:
 def test_kernel_times_take_turns(monkeypatch):
     monkeypatch.setattr(profiler, "Cupti", FakeCupti)
     monkeypatch.setattr(FakeCupti, "log", [])
-    times = timing.kernel_times({"a": Program("a", ()), "b": Program("b", ())}, rounds=3)
+    times = timing.kernel_times({"a": ready("a"), "b": ready("b")}, rounds=3)
     assert FakeCupti.log == [(name, False) for name in "ababa"] + [("b", True)]
     assert times["a"].call == pytest.approx(3e-3)  # of 1, 3 and 5 ms
     assert times["b"].call == pytest.approx(4e-3)
@@ -72,7 +80,7 @@ def test_kernel_times_take_turns(monkeypatch):
 def test_no_kernel_is_an_error(monkeypatch):
     monkeypatch.setattr(profiler, "Cupti", FakeCupti)
     with pytest.raises(RuntimeError, match="no kernel in 'nothing'"):
-        timing.kernel_times({"nothing": Program("empty", ())}, rounds=1)
+        timing.kernel_times({"nothing": ready("empty")}, rounds=1)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +94,7 @@ def test_wall_clock_takes_turns(timer):
     log = []
 
     def run(name):
-        return Program(lambda: (log.append(name), time.sleep(1e-3)), ())
+        return ready(lambda: (log.append(name), time.sleep(1e-3)))
 
     times = timer({"a": run("a"), "b": run("b")})
     assert times["a"].call > 0 and times["b"].kernels == {}
@@ -120,8 +128,15 @@ def test_elapsed_time_leaves_the_start_out(monkeypatch):
         return Result(busy_until)
 
     monkeypatch.setattr(timing, "time", Clock)
-    times = timing.elapsed_times({"a": Program(launch, ())}, rounds=3, warm=0)
+    times = timing.elapsed_times({"a": ready(launch)}, rounds=3, warm=0)
     assert times["a"].call == pytest.approx(1e-3)
+
+
+def test_a_program_that_does_not_compile_says_so():
+    compiling = Future()
+    compiling.set_exception(ValueError("too much shared memory"))
+    with pytest.raises(ValueError, match="too much shared memory"):
+        timing.wall_times({"a": Program(compiling, ())}, rounds=1)
 
 
 def test_program_is_compiled():

@@ -33,6 +33,8 @@ MAY_SPILL = {  # bytes
     "attention gradients of keys": 64,
 }
 KERNELS = {"attention of few": 2, "narrow float32 of few": 2}  # else one
+# Gate and up make u themselves where it is 64 ranks at most, else a shrink does.
+KERNELS_OF_MANY_RANKS = KERNELS | {"gate_up gated of one token": 2}
 SPILL = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -56,9 +58,9 @@ def compile_all(name, tokens, rank, only=""):
     return reports
 
 
-def check(reports):
+def check(reports, kernels=KERNELS):
     for said, report in reports:
-        assert report["kernels"] == KERNELS.get(report["call"], 1), report
+        assert report["kernels"] == kernels.get(report["call"], 1), report
         spills = SPILL.findall(said)
         assert len(spills) == report["kernels"], said
         most = MAY_SPILL.get(report["call"], 0)
@@ -87,7 +89,7 @@ def test_prefill():
             "qwen3-30b-a3b",
             PREFILL_TOKENS,
             16,
-            "gate_up backward,outer of parts,shrink of parts,shrink of classes",
+            "gate_up gated,gate_up backward,outer of parts,shrink of parts,shrink of classes",
         )
     )
 
@@ -97,4 +99,4 @@ def test_prefill():
 @pytest.mark.parametrize("tokens", [DECODE_TOKENS, PREFILL_TOKENS])
 @pytest.mark.parametrize("name", EXPERT_SHAPES)
 def test_named_shapes(name, tokens, rank):
-    check(compile_all(name, tokens, rank))
+    check(compile_all(name, tokens, rank), KERNELS if rank <= 32 else KERNELS_OF_MANY_RANKS)
