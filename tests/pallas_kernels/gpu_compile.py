@@ -129,6 +129,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "gate_up gated of one token", *both
     yield "down of one token", *product_of_few(*of_token, wide, (hidden,))
     yield "dense of one token", *dense(1, (4096, 512, 512))
+    yield "dense of many tokens", *dense(256, (4096, 512, 512))
     yield "narrow of one token", *dense(1, (2048,))
     yield "narrow float32 of few", *dense(32, (128,), out_dtype=jnp.dtype(jnp.float32))
 
