@@ -90,7 +90,8 @@ def test_prefill():
             "qwen3-30b-a3b",
             PREFILL_TOKENS,
             16,
-            "gate_up gated,gate_up backward,dense of many tokens,outer of parts,shrink of parts,shrink of classes",
+            "gate_up gated,gate_up backward,dense of many tokens,"
+            "outer of parts,shrink of parts,shrink of classes",
         )
     )
 
