@@ -34,8 +34,8 @@ MAY_SPILL = {  # bytes
 }
 # Else one.
 KERNELS = {"attention of few": 2, "narrow float32 of few": 2, "dense of many tokens": 2}
-# Gate and up make u themselves where it is 64 ranks at most, else a shrink does.
-KERNELS_OF_MANY_RANKS = KERNELS | {"gate_up gated of one token": 2}
+# u of 64 ranks at most is made by the product of gate and up, or by one shrink.
+KERNELS_OF_MANY_RANKS = KERNELS | {"gate_up gated of one token": 2, "dense of many tokens": 3}
 SPILL = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
