@@ -13,6 +13,7 @@ what its rows cost, and the same kernel serves decode (8 rows a tile) and prefil
                                                                        which a select takes its rows
                                                        where ranks have classes: as many as the
                                                        slot's class has
+                                                       (tall tiles: `gpu_product_in_place`)
     ring of tiles:  [ words of the table | place and run end of each row ]
 
 What a tile is comes through shared memory too: read from global memory, its words would cost the
@@ -20,7 +21,7 @@ tensor cores a microsecond before every tile.
 
 Every output element is the sum over K in order, then over the ranks of each term, in one
 accumulator, whatever the tile is: bits do not depend on the schedule. A select, not a mask on u,
-keeps rows apart: 0 x NaN would not.
+keeps rows apart: 0 x NaN would not. (In tall tiles a mask does, and what it spoils is done again.)
 
 One warpgroup loads (`gpu_product_memory`), one or two multiply and store (`gpu_product_compute`).
 """
