@@ -53,7 +53,8 @@ class InPlace:
             return self.feed.for_runs(tile, run, jnp.int32(0))
 
         def one():
-            slot, _ = self.feed.run_at(tile, 0)
+            # A tile without rows has row 0, whose slot is nothing to it.
+            slot = jnp.where(tile.rows > 0, self.feed.run_at(tile, 0)[0], -1)
             return add(slot, jnp.int32(0), tile.rows, jnp.int32(0), masked=self.layout.interpreted)
 
         count = lax.cond(is_mixed, several, one)

@@ -319,6 +319,13 @@ def test_a_slot_of_nan_stays_apart(name):
     assert found[~hit].tobytes() == clean[~hit].tobytes()
 
 
+def test_in_place_tiles_without_rows_wait_for_nothing():
+    """The table is filled up to whole sets of tiles; row 0 has a slot."""
+    case = SLOW_PRODUCTS["in place, several tiles"]
+    slots = np.random.default_rng(0).integers(0, 6, 400).astype(np.int32)
+    check_product(case, (np.array([146, 158], np.int32), slots))
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_one_number_that_is_not_finite_stays_apart_in_place(value):
