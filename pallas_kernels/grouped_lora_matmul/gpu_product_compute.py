@@ -190,7 +190,9 @@ class ProductConsumer:
         for chunk in self.layout.chunks:
             part = tuple(tuple(total[piece.number] for piece in chunk) for total in sums)
             add = functools.partial(self.add_low_rank, tile, chunk)
-            part, step = self.feed.walk_runs(tile, adapted, chunk[0].start, add, (part, step))
+            begin = chunk[0].start
+            end = jnp.minimum(adapted, begin + self.layout.chunk)
+            part, step = self.feed.walk_runs(tile, begin, end, add, (part, step))
             parts.append(part)
         # Pieces are numbered chunk after chunk.
         return tuple(sum(its, ()) for its in zip(*parts, strict=True)), step

@@ -50,7 +50,7 @@ class InPlace:
 
         def several():
             run = functools.partial(add, masked=True)
-            return self.feed.for_runs(tile, run, jnp.int32(0))
+            return self.feed.walk_runs(tile, 0, tile.rows, run, jnp.int32(0))
 
         def one():
             # A tile without rows has row 0, whose slot is nothing to it.

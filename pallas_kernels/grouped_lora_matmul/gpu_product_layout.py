@@ -26,6 +26,7 @@ from pallas_kernels.hopper.memory import overlaid, two_views, views_of
 from pallas_kernels.layered import is_layered, merged
 
 K_STEP = 64  # columns of one block of a stage: 128 bytes, the widest swizzle
+WIDEST_IN_PLACE = 32  # columns of u in a stage: with more, making them zeros takes too long
 MOST_BARRIERS = 32  # of one array: Mosaic keeps their phases in the bits of a word
 
 
@@ -182,7 +183,7 @@ class ProductLayout:
         """
         if not self.terms or self.inner or self.single_rows:
             return False
-        return self.x_rows >= TALL and self.terms_of_stage * self.rank_step <= 32
+        return self.x_rows >= TALL and self.terms_of_stage * self.rank_step <= WIDEST_IN_PLACE
 
     @property
     def b_per_stage(self) -> int:

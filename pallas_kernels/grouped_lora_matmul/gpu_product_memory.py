@@ -147,10 +147,9 @@ class ProductMemory:
 
         def load(slot, first, stop, count):
             del first, stop
-            whole = functools.partial(self.load_whole, tile, first_step, slot)
-            return lax.cond(slot >= 0, whole, lambda count: count, count)
+            return self.load_whole(tile, first_step, slot, count)
 
-        return self.feed.for_runs(tile, load, jnp.int32(0))
+        return self.feed.walk_runs(tile, 0, tile.rows, load, jnp.int32(0))
 
     def load_runs(self, tile, first_step, count):
         """The low-rank steps of each chunk's runs, with u of the chunk."""
@@ -161,7 +160,8 @@ class ProductMemory:
                 del first, stop
                 return self.load_low_rank(tile, chunk * size, size, slot, first_step, count)
 
-            return self.feed.walk_runs(tile, adapted, chunk * size, load, count)
+            begin = chunk * size
+            return self.feed.walk_runs(tile, begin, jnp.minimum(adapted, begin + size), load, count)
 
         return lax.fori_loop(0, lax.div(adapted + size - 1, size), load_chunk, count)
 

@@ -162,12 +162,11 @@ class TileFeed:
     def release(self, tile: Tile):
         plgpu.barrier_arrive(self.empty.at[tile.slot])
 
-    def walk_runs(self, tile: Tile, rows, begin, visit, carry):
-        """visit(slot, first, stop, carry) for the adapted runs of the chunk that begins there.
+    def walk_runs(self, tile: Tile, begin, end, visit, carry):
+        """visit(slot, first, stop, carry) for the adapted runs of the tile's rows [begin, end).
 
-        Rows `begin` count from the tile's first, those of a run from `begin`.
+        `begin` and `end` count from the tile's first row, those of a run from `begin`.
         """
-        end = jnp.minimum(rows, begin + self.layout.chunk)
 
         def run(state):
             row, carry = state
@@ -188,17 +187,6 @@ class TileFeed:
         if not self.layout.in_place:
             return jnp.bool(False)
         return self.run_at(tile, 0)[1] < tile.rows
-
-    def for_runs(self, tile: Tile, visit, carry):
-        """visit(slot, first, stop, carry) for all the tile's runs; the slot of some is -1."""
-
-        def run(state):
-            row, carry = state
-            slot, stop = self.run_at(tile, row)
-            stop = jnp.minimum(stop, tile.rows)
-            return stop, visit(slot, row, stop, carry)
-
-        return lax.while_loop(lambda state: state[0] < tile.rows, run, (jnp.int32(0), carry))[1]
 
     def for_parts(self, tile: Tile, by_run, handle, carry):
         """handle(part, carry) for the tile, or for each of its runs as a tile of its own."""
