@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import NamedTuple
 
 from pallas_kernels.hopper.machine import SHARED_MEMORY
 
-ROWS = 64  # (token, head) pairs of a unit
+ROWS = 64  # (token, head) pairs of a tile
+MANY_TOKENS = 512  # of a step, from which two tiles share the blocks that are loaded
+MOST_LINES_BESIDE = 2  # of values, where two warpgroups have sums of all of them
 BLOCK = 64  # positions of a step: part of the contract, as it decides the order of sums
 LINE = 64  # columns of a copy: 128 bytes, the widest swizzle
 LINE_BYTES = 128 * BLOCK
@@ -21,6 +25,13 @@ WORTH = 4  # rounds, one after another, that take as long as a kernel that joins
 MOST_BYTES = 1 << 28  # of partial sums in memory
 
 
+class Columns(NamedTuple):
+    """Columns of a cache that a copy brings: the ones of this number, each of `Sizes.widths`."""
+
+    cache: int
+    number: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Static sizes of one kernel.
@@ -28,12 +39,13 @@ class Sizes:
     Attributes:
       heads: query heads. kv_heads: heads of the cache.
       lines: lines of a position in each cache.
-      key_lines: how many of them, from the first, are keys. first_value, value_lines: those that
-        are values.
+      key_lines: how many of them, from the first, are keys.
+      value_cache: whose first `value_lines` lines are values.
       page: positions of a page. window: how many positions a token sees, its own included.
       split: positions of a split, with one consumer.
       spread: several programs share a sequence: they store partial sums of this many splits at
         most. 0: a program has all of it.
+      tiles: tiles of 64 rows in a unit, each with a consumer of its own.
     """
 
     tokens: int
@@ -41,7 +53,7 @@ class Sizes:
     kv_heads: int
     lines: tuple[int, ...]
     key_lines: int
-    first_value: int
+    value_cache: int
     value_lines: int
     page: int
     window: int | None
@@ -49,6 +61,7 @@ class Sizes:
     interpreted: bool
     split: int = SPLIT
     spread: int = 0
+    tiles: int = 1
 
     @property
     def units_of_head(self) -> int:
@@ -62,13 +75,18 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """Query heads of a unit."""
+        """Query heads of a tile."""
         return self.heads // self.parts
 
     @property
     def tile(self) -> int:
-        """Tokens of a unit."""
+        """Tokens of a tile."""
         return ROWS // self.group
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a unit."""
+        return self.tile * self.tiles
 
     @property
     def boxes(self) -> bool:
@@ -86,7 +104,13 @@ class Sizes:
 
     @property
     def consumers(self) -> int:
+        """Warpgroups that share a tile's columns of values."""
         return -(-self.value_lines // LINES_OF_CONSUMER)
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that multiply."""
+        return self.consumers * self.tiles
 
     @property
     def round_size(self) -> int:
@@ -104,7 +128,7 @@ class Sizes:
             return 1
         splits = -(-positions // self.split)
         if self.window is not None:
-            splits = min(splits, (self.window + self.tile - 3) // self.split + 2)
+            splits = min(splits, (self.window + self.unit - 3) // self.split + 2)
         return splits
 
     def spread_over(self, positions: int, programs: int) -> Sizes:
@@ -112,7 +136,7 @@ class Sizes:
         splits, units = self.splits(positions), self.tokens * self.parts
         if splits == 1:
             return self
-        seen = min(positions, (self.window or positions) + self.tile - 1)
+        seen = min(positions, (self.window or positions) + self.unit - 1)
         saved = -(-seen // self.round_size) - self.rounds
         idle = 4 * units <= 3 * programs
         sums = 4 * splits * units * self.group * self.value_lines * LINE
@@ -123,48 +147,73 @@ class Sizes:
     @property
     def stages(self) -> int:
         """Blocks in shared memory, a whole number for each consumer."""
-        fixed = max(self.key_lines, self.value_lines) * LINE_BYTES
+        fixed = self.tiles * max(self.key_lines, self.value_lines) * LINE_BYTES
         if self.spread:
             fixed += 2 * self.value_lines * LINE_BYTES
         stages = min(MOST_STAGES, (SHARED_MEMORY - fixed) // (sum(self.lines) * LINE_BYTES))
         return stages // self.consumers * self.consumers
 
-    def pieces(self, owner) -> list[list]:
-        """The lines of a block that are loaded, and given back, together.
+    @property
+    def own_columns(self) -> int:
+        """Columns of values that a consumer sums up."""
+        return self.value_lines * LINE // self.consumers
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of each cache that a copy brings, and a product of values has."""
+        widths = [lines * LINE for lines in self.lines]
+        if self.consumers > 1:
+            widths[self.value_cache] = math.gcd(self.own_columns, LINES_OF_PIECE * LINE)
+        return tuple(widths)
+
+    @property
+    def value_width(self) -> int:
+        return self.widths[self.value_cache]
+
+    def copies(self, cache: int) -> int:
+        """How many copies bring a cache's columns."""
+        return self.lines[cache] * LINE // self.widths[cache]
+
+    def pieces(self, owner) -> list[list[Columns]]:
+        """The columns of a block that are loaded, and given back, together.
 
         With two consumers: the values that its owner adds, those that the other adds, and the rest,
         which the other gives back, too.
         """
         if self.consumers == 1:
-            return [list(range(sum(self.lines)))]
-        half = self.value_lines // 2
+            return [[Columns(cache, 0) for cache in range(len(self.lines))]]
+        half = self.copies(self.value_cache) // 2
         pieces = [
-            [whose * half + line for line in range(first, min(first + LINES_OF_PIECE, half))]
+            [Columns(self.value_cache, whose * half + number)]
             for whose in (owner, 1 - owner)
-            for first in range(0, half, LINES_OF_PIECE)
+            for number in range(half)
         ]
-        return [*pieces, list(range(self.value_lines, sum(self.lines)))]
+        rest = range(self.value_cache + 1, len(self.lines))
+        return [*pieces, [Columns(cache, 0) for cache in rest]]
 
     def name(self) -> str:
         columns = f"k{self.key_lines * LINE}_v{self.value_lines * LINE}"
+        tiles = f"_x{self.tiles}" if self.tiles > 1 else ""
         spread = "_spread" if self.spread else ""
-        return f"paged_attention_h{self.heads}_g{self.kv_heads}_{columns}{spread}"
+        return f"paged_attention_h{self.heads}_g{self.kv_heads}_{columns}{tiles}{spread}"
 
 
 def grouped_sizes(q, k_pages, v_pages, scale, window, interpreted=False) -> Sizes:
     """Of `api.paged_attention`."""
     keys, values = k_pages.shape[3] // LINE, v_pages.shape[3] // LINE
+    beside = q.shape[0] >= MANY_TOKENS and values <= MOST_LINES_BESIDE
     return Sizes(
         *q.shape[:2],
         kv_heads=k_pages.shape[2],
         lines=(keys, values),
         key_lines=keys,
-        first_value=keys,
+        value_cache=1,
         value_lines=values,
         page=k_pages.shape[1],
         window=window,
         scale=scale,
         interpreted=interpreted,
+        tiles=2 if beside else 1,
     )
 
 
@@ -176,7 +225,7 @@ def latent_sizes(q_latent, latent_pages, rope_pages, scale, interpreted=False) -
         kv_heads=1,
         lines=(latent, rope),
         key_lines=latent + rope,
-        first_value=0,
+        value_cache=0,
         value_lines=latent,
         page=latent_pages.shape[1],
         window=None,

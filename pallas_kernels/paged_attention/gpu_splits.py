@@ -21,24 +21,30 @@ class Sums(NamedTuple):
 
     Attributes:
       maximum: of the scores, [64]. total: of the weights of this consumer's blocks, [64].
-      lines: of the weighted values, [64, 64] each.
+      values: the weighted values of this consumer's columns, [64, columns of a product] each.
     """
 
     maximum: jax.Array
     total: jax.Array
-    lines: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
 
 
 def no_sums(sizes: Sizes) -> Sums:
-    of_row = plgpu.Layout.WGMMA.reduce(1)
+    s, of_row = sizes, plgpu.Layout.WGMMA.reduce(1)
     return Sums(
         plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), of_row),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), of_row),
         tuple(
-            plgpu.layout_cast(jnp.zeros((ROWS, LINE), jnp.float32), plgpu.Layout.WGMMA)
-            for _ in range(sizes.value_lines // sizes.consumers)
+            plgpu.layout_cast(jnp.zeros((ROWS, s.value_width), jnp.float32), plgpu.Layout.WGMMA)
+            for _ in range(s.own_columns // s.value_width)
         ),
     )
+
+
+def lines_of(values):
+    """The columns of `Sums.values`, line by line."""
+    width = values[0].shape[1]
+    return [its[:, first : first + LINE] for its in values for first in range(0, width, LINE)]
 
 
 def memory_of_sums(sizes: Sizes):
@@ -54,9 +60,9 @@ def join_split(before: Sums, sums: Sums) -> Sums:
     """The sums of all splits up to this one."""
     maximum, *both = factors(before.maximum, sums.maximum)
     total = joined(before.total, both[0], sums.total, both[1])
-    both = [lax.broadcast_in_dim(factor, (ROWS, LINE), [0]) for factor in both]
-    pairs = zip(before.lines, sums.lines, strict=True)
-    return Sums(maximum, total, tuple(joined(line, both[0], its, both[1]) for line, its in pairs))
+    both = [lax.broadcast_in_dim(factor, sums.values[0].shape, [0]) for factor in both]
+    pairs = zip(before.values, sums.values, strict=True)
+    return Sums(maximum, total, tuple(joined(its, both[0], new, both[1]) for its, new in pairs))
 
 
 def store_split(sizes: Sizes, unit: Unit, split, sums: Sums, memory, buffer):
@@ -67,7 +73,7 @@ def store_split(sizes: Sizes, unit: Unit, split, sums: Sums, memory, buffer):
     maxima.at[*place, rows][...] = sums.maximum
     totals.at[*place, rows][...] = sums.total
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for number, its in enumerate(sums.lines):
+    for number, its in enumerate(lines_of(sums.values)):
         buffer.at[number][...] = its
     plgpu.commit_smem()
     row, count = unit.token * s.group, unit.tokens * s.group

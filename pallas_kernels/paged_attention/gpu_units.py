@@ -10,13 +10,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, Sizes
+from pallas_kernels.paged_attention.gpu_sizes import BLOCK, Sizes
 from pallas_kernels.paged_attention.tiles import RUN_WORDS, TILE_WORDS
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A tile of tokens and a part of the heads, over some splits of what the tile sees.
+    """Some tokens in a row and a part of the heads, over some splits of what they see.
 
     A round is one block for each consumer. Splits, if there are any, are made of rounds.
     """
@@ -65,6 +65,17 @@ def unit_at(sizes: Sizes, words, index) -> Unit:
     )
 
 
+def tile_of(sizes: Sizes, unit: Unit, number: int) -> Unit:
+    """One of a unit's tiles, which may have no tokens. Its rounds are the unit's."""
+    before = number * sizes.tile
+    return dataclasses.replace(
+        unit,
+        token=unit.token + before,
+        tokens=jnp.clip(unit.tokens - before, 0, sizes.tile),
+        position=unit.position + before,
+    )
+
+
 def stage_of(sizes: Sizes, step):
     return lax.rem(step, jnp.int32(sizes.stages))
 
@@ -83,18 +94,16 @@ class Loader:
             pages, step = state
             # Read now, needed for the next round.
             following = self._pages_of_round(unit, round_ + 1)
-            pieces = [s.pieces(owner) for owner in range(s.consumers)]
-            for number in range(len(pieces[0])):
-                for owner in range(s.consumers):
-                    stage = stage_of(s, step + owner)
+            for owner in range(s.consumers):
+                stage, block = stage_of(s, step + owner), round_ * s.consumers + owner
+                for number, piece in enumerate(s.pieces(owner)):
 
                     @pl.when(step >= s.stages)
                     def _wait(empty=self.empty[number].at[stage]):
                         plgpu.barrier_wait(empty)
 
-                    block = round_ * s.consumers + owner
                     full = self.full[number].at[stage]
-                    self._load_lines(unit, block, pages[owner], stage, pieces[owner][number], full)
+                    self._load(unit, block, pages[owner], stage, piece, full)
             return following, step + s.consumers
 
         start = self._pages_of_round(unit, unit.first_round), step
@@ -113,18 +122,17 @@ class Loader:
             self.page_tables[request, jnp.minimum(_floor(start, s.page), last)] for start in starts
         )
 
-    def _load_lines(self, unit: Unit, block, pages, stage, lines, full):
+    def _load(self, unit: Unit, block, pages, stage, piece, full):
         s = self.sizes
         head = _floor(unit.part, s.units_of_head)
-        places = [(c, i) for c, n in zip(self.caches, s.lines, strict=True) for i in range(n)]
         for number, page in enumerate(pages):
             inside = lax.rem(block * BLOCK + number * s.copy, jnp.int32(s.page))
-            positions = pl.ds(pl.multiple_of(inside, s.copy), s.copy)
-            for line in lines:
-                cache, i = places[line]
+            first = pl.multiple_of(page * s.page + inside, s.copy)
+            for cache, i in piece:
+                width = s.widths[cache]
                 plgpu.copy_gmem_to_smem(
-                    cache.at[page, positions, head, pl.ds(i * LINE, LINE)],
-                    self.stages.at[stage, line, pl.ds(number * s.copy, s.copy)],
+                    self.caches[cache].at[pl.ds(first, s.copy), head, pl.ds(i * width, width)],
+                    self.stages[cache].at[stage, i, pl.ds(number * s.copy, s.copy)],
                     full,
                 )
 

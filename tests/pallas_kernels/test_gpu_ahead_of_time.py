@@ -25,10 +25,8 @@ pytestmark = pytest.mark.skipif(
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
 CALLS = 30
-# Descriptors of its 18 lines, kept for the loop: beside 576 columns of keys 30 loads do not count.
 # Gradients: what is needed before and after a unit's loop; one load is in the loop, over keys.
 MAY_SPILL = {  # bytes
-    "latent attention": 320,
     "attention gradients of queries": 144,
     "attention gradients of keys": 64,
 }

@@ -31,7 +31,8 @@ BATCH = [(0, 149), (2, 8), *[(1, position) for position in range(60, 70)], (-1, 
 class Case:
     """Heads of the queries and of the cache (0: latents), widths of keys and values.
 
-    `split` replaces the kernel's own size; `spread` says whether several programs share a sequence.
+    `split` replaces the kernel's own size; `spread` says whether several programs share a sequence,
+    `tiles` how many tiles of a unit share its blocks.
     """
 
     heads: int
@@ -42,6 +43,7 @@ class Case:
     window: int | None = None
     split: int = gpu_sizes.SPLIT
     spread: bool = False
+    tiles: int = 1
 
     @functools.cached_property
     def data(self):
@@ -86,7 +88,7 @@ class Case:
 
             def run(q, first, second, view):
                 sizes = gpu_sizes.grouped_sizes(q, first, second, SCALE, self.window, INTERPRETED)
-                sizes = dataclasses.replace(sizes, split=self.split)
+                sizes = dataclasses.replace(sizes, split=self.split, tiles=self.tiles)
                 return gpu_attention.attention_kernel(sizes, q, (first, second), view)
 
         else:
@@ -230,6 +232,25 @@ def test_bits_do_not_depend_on_who_has_a_split(name):
     assert np.array_equal(alone[0].view(np.uint16), whole[row].view(np.uint16))
 
 
+# Units of which one tile has no tokens, or some; a block that one tile of a unit sees.
+TILE_CASES = {
+    "one split": Case(32, 1, 64, 64),
+    "splits": Case(16, 1, 64, 64, page=64, split=64),
+    "a window": Case(32, 2, 64, 128, window=20),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["one split", *(pytest.param(n, marks=pytest.mark.slow) for n in ("splits", "a window"))],
+)
+def test_bits_do_not_depend_on_tiles_that_share_blocks(name):
+    case = TILE_CASES[name]
+    tokens = [(0, 149), *[(1, position) for position in range(57, 69)], (-1, 0)]
+    together = check(dataclasses.replace(case, tiles=2), tokens)
+    assert np.array_equal(together.view(np.uint16), case.run(tokens, seed=1).view(np.uint16))
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     runs=st.lists(
@@ -309,6 +330,18 @@ def test_sequences_are_spread_where_programs_would_idle():
     assert spread(1, 256) == 0  # one split
     assert spread(1, 4096, window=128) == 0 and spread(1, 4096, window=1024) == 6
     assert spread(24, 1 << 20) == 0  # 1.6 GB of sums
+
+
+def test_tiles_share_blocks_where_there_are_many_tokens():
+    def tiles(tokens, width):
+        array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+        caches = array((9, 64, 4, 128)), array((9, 64, 4, width))
+        sizes = gpu_sizes.grouped_sizes(array((tokens, 32, 128)), *caches, 1.0, None)
+        assert sizes.stages >= gpu_sizes.MIN_STAGES
+        return sizes.tiles
+
+    assert tiles(512, 128) == 2 and tiles(511, 128) == 1
+    assert tiles(512, 256) == 1  # sums of 256 columns are all the registers
 
 
 def test_only_latents_of_one_warpgroup_are_split():

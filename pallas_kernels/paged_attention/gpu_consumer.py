@@ -1,0 +1,263 @@
+"""A warpgroup of the Hopper attention kernel that multiplies, with all of O's columns."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.accumulate import continued
+from pallas_kernels.hopper.memory import views_of
+from pallas_kernels.hopper.store import store_rows
+from pallas_kernels.paged_attention.gpu_join import mean
+from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, ROWS, Sizes
+from pallas_kernels.paged_attention.gpu_splits import (
+    Sums,
+    join_split,
+    lines_of,
+    no_sums,
+    store_split,
+)
+from pallas_kernels.paged_attention.gpu_units import Unit, stage_of, tile_of
+
+
+class Consumer:
+    """The warpgroup of this number, over the kernel's references."""
+
+    def __init__(
+        self,
+        number: int,
+        sizes: Sizes,
+        one_split: bool,
+        q,
+        results,
+        q_stage,
+        stages,
+        q_full,
+        scored,
+        stored,
+        full,
+        empty,
+        partial=None,
+        weights=None,
+        cleared=None,
+    ):
+        self.tile, self.part = divmod(number, sizes.consumers)
+        self.sizes, self.one_split = sizes, one_split
+        self.q, self.results, self.partial = q, results, partial
+        views = views_of(q_stage[self.tile], 2, 2, interpreted=sizes.interpreted)
+        (self.q_load, self.q_stage), (self.out_store, self.out) = views
+        self.stages, self.weights = stages, weights and weights[self.tile]
+        barriers = (q_full, scored, stored)
+        self.q_full, self.scored, self.stored = (of_tile[self.tile] for of_tile in barriers)
+        self.full, self.empty, self.cleared = full, empty, cleared
+
+    def compute(self, unit: Unit, i, step):
+        s, tile = self.sizes, tile_of(self.sizes, unit, self.tile)
+        if self.part == 0:
+            self.load_queries(tile, i)
+        plgpu.barrier_wait(self.q_full)
+        attend = functools.partial(self.attend, unit, tile, self.positions_of_rows(tile))
+
+        def attend_split(split, state):
+            before, step = state
+            first = jnp.maximum(unit.first_round, split * s.rounds)
+            end = jnp.minimum(unit.end_round, (split + 1) * s.rounds)
+            sums, step = lax.fori_loop(first, end, attend, (no_sums(s), step))
+            if s.spread:
+                store_split(s, unit, split, sums, self.results, self.partial)
+                return before, step
+            return join_split(before, sums), step
+
+        if self.one_split:
+            start = no_sums(s), step
+            sums, step = lax.fori_loop(unit.first_round, unit.end_round, attend, start)
+        else:
+            start = None if s.spread else no_sums(s), step
+            sums, step = lax.fori_loop(unit.first_split, unit.end_split, attend_split, start)
+        if s.spread:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.stored.at[0])
+        else:
+            self.finish(tile, sums)
+        return step
+
+    def load_queries(self, tile: Unit, i):
+        @pl.when(i > 0)
+        def _wait():
+            plgpu.barrier_wait(self.stored.at[0])
+
+        s = self.sizes
+        for line in range(s.key_lines):
+            columns, first = pl.ds(line * LINE, LINE), tile.token
+            if s.boxes:
+                rows = self.q.at[pl.ds(first, s.tile), self.heads_of(tile), columns]
+            else:
+                rows = self.q.at[tile.part, pl.ds(first * s.group, ROWS), columns]
+            plgpu.copy_gmem_to_smem(rows, self.q_load.at[line], self.q_full)
+
+    def heads_of(self, unit: Unit):
+        return pl.ds(unit.part * self.sizes.group, self.sizes.group)
+
+    def attend(self, unit: Unit, tile: Unit, positions, round_, state):
+        sums, step = state
+        scores = self.scores(unit, tile, positions, round_, step)
+        maximum = jnp.maximum(sums.maximum, scores.max(axis=1))
+        weights = weights_of(scores, maximum)
+        sums = scaled_to(maximum, sums)
+        total = sums.total + weights.sum(axis=1)
+        s, weights = self.sizes, weights.astype(self.q.dtype)
+        if s.interpreted:
+            self.weights[...] = weights
+            weights = self.weights
+        values = self.add_values(lambda: weights, stage_of(s, step), self.empty, sums.values)
+        return Sums(maximum, total, values), step + 1
+
+    def scores(self, unit: Unit, tile: Unit, positions, block, step):
+        """Q · Kᵀ of the consumer's block, scaled for powers of two; -inf where a row may not look.
+
+        Values of the block that no row of the unit may look at become zeros.
+        """
+        s, stage = self.sizes, stage_of(self.sizes, step + self.part)
+        # Zero, but the compiler cannot know: else it keeps the addresses of all queries, for which
+        # there are no registers.
+        zero = lax.shift_right_logical(block, jnp.int32(30))
+
+        def multiply(accumulator):
+            for piece, full in zip(s.pieces(self.part), self.full, strict=True):
+                plgpu.barrier_wait(full.at[stage])
+                for cache, i in piece:
+                    for column in range(0, s.widths[cache], LINE):
+                        line = sum(s.lines[:cache]) + (i * s.widths[cache] + column) // LINE
+                        if line < s.key_lines:
+                            keys = self.stages[cache].at[stage, i, :, pl.ds(column, LINE)].T
+                            plgpu.wgmma(accumulator, self.q_stage.at[line + zero], keys)
+            plgpu.wgmma_wait(0)
+            return accumulator[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK)))
+        first, stop = unit.first - block * BLOCK, unit.last + 1 - block * BLOCK
+
+        @pl.when((first > 0) | (stop < BLOCK))
+        def _clear_others():
+            if self.tile == 0:
+                self.clear_values(stage, first, stop)
+                plgpu.commit_smem()
+            if s.tiles > 1:
+                plgpu.barrier_arrive(self.cleared)
+                plgpu.barrier_wait(self.cleared)
+
+        return self.masked(tile, positions, block, scores * (s.scale * math.log2(math.e)))
+
+    def positions_of_rows(self, tile: Unit):
+        """The position of each row's token."""
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        return tile.position + lax.div(row, jnp.int32(self.sizes.group))
+
+    def masked(self, tile: Unit, positions, block, scores):
+        """-inf where a row may not look."""
+        window = self.sizes.window
+        # Most blocks are seen whole, by all rows.
+        hidden = (block + 1) * BLOCK - 1 > tile.position
+        if window is not None:
+            hidden |= block * BLOCK <= tile.last - window
+
+        def mask(scores):
+            column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+            last = lax.broadcast_in_dim(positions - block * BLOCK, scores.shape, [0])
+            visible = column <= last
+            if window is not None:
+                visible &= column > last - window
+            return jnp.where(visible, scores, jnp.full_like(scores, -jnp.inf))
+
+        return lax.cond(hidden, mask, lambda scores: scores, scores)
+
+    def add_values(self, weights, stage, empty, sums):
+        """The sums plus P · V of a block, of this consumer's columns; gives back what they were.
+
+        Args:
+          weights: gives P, in registers or in shared memory.
+          empty: barriers of the columns, one for each of the sums, then of what nobody needs after.
+        """
+        first = self.part * len(sums)
+
+        def add(accumulators):
+            left = weights()  # references are to be taken in here
+            for number, accumulator in enumerate(accumulators, first):
+                plgpu.wgmma(accumulator, left, self.values(stage, number))
+            for done, its in enumerate(empty, 1):
+                plgpu.wgmma_wait(max(0, len(sums) - done))
+                plgpu.barrier_arrive(its.at[stage])
+
+        return tuple(continued(list(sums), add, self.sizes.interpreted))
+
+    def values(self, stage, number):
+        return self.stages[self.sizes.value_cache].at[stage, number]
+
+    def clear_values(self, stage, first, stop):
+        """Zeroes a block's values outside of [first, stop)."""
+        s = self.sizes
+
+        def clear(line, number):
+            columns = pl.ds(pl.multiple_of(line * LINE, LINE), LINE)
+            tile = self.values(stage, number).at[:, columns]
+            values = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
+            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+            seen = (row >= first) & (row < stop)
+            tile[...] = jnp.where(seen, values, jnp.zeros_like(values))
+            return number
+
+        for number in range(s.copies(s.value_cache)):
+            lax.fori_loop(0, s.value_width // LINE, clear, number)
+
+    def finish(self, tile: Unit, sums: Sums):
+        """Stores the weighted means; zeros for padding tokens."""
+        total = lax.broadcast_in_dim(self.whole_total(sums.total), (ROWS, LINE), [0])
+        first = self.part * self.sizes.own_columns // LINE
+        lines = lines_of(sums.values)
+        for line, its in enumerate(lines, first):
+            self.out.at[line][...] = mean(its, total).astype(self.out.dtype)
+        plgpu.commit_smem()
+        for line in range(first, first + len(lines)):
+            self.store_line(tile, line)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.stored.at[0])
+
+    def whole_total(self, total):
+        """The rows' totals over the blocks of all consumers.
+
+        Nobody reads the queries any more then, whose place the result takes.
+        """
+        plgpu.barrier_arrive(self.scored)
+        plgpu.barrier_wait(self.scored)
+        return total
+
+    def store_line(self, tile: Unit, line):
+        s, y, columns = self.sizes, self.results[0], pl.ds(line * LINE, LINE)
+        rows, first, count = self.out_store.at[line], tile.token, tile.tokens
+        if s.boxes:
+            store_rows(rows, y, first, count, s.tile, self.heads_of(tile), columns)
+        else:
+            store_rows(rows, y.at[tile.part], first * s.group, count * s.group, ROWS, columns)
+
+
+def weights_of(scores, maximum):
+    """P: powers of two of how far scores are below a maximum."""
+    return jnp.exp2(scores - lax.broadcast_in_dim(_finite(maximum), scores.shape, [0]))
+
+
+def scaled_to(maximum, sums: Sums) -> Sums:
+    """The sums with another maximum, no lower than theirs."""
+    factor = jnp.exp2(sums.maximum - _finite(maximum))
+    of_row = lax.broadcast_in_dim(factor, sums.values[0].shape, [0])
+    values = tuple(its * of_row for its in sums.values)
+    return Sums(maximum, sums.total * factor, values)
+
+
+def _finite(maximum):
+    """Before a row's first visible block the maximum is -inf: keeps the arithmetic finite."""
+    return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
