@@ -78,6 +78,11 @@ class LoraCase:
         words += [word for word in ("shared", "gated", "gather") if getattr(self, word)]
         return ", ".join(words)
 
+    @property
+    def bounded(self) -> bool:
+        """Whether there are targets for it, at prefill at least."""
+        return self.target(prefill=True, work=1.0) is not None
+
     def expand_target(self) -> Target | None:
         """Bounds the product with the expand inside over the product alone."""
         if not self.live:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
@@ -72,13 +73,14 @@ class LoraRow:
 def jobs(
     shapes: tuple[ExpertShape, ...], timer: Timer, cases: Sequence[LoraCase] = LORA_CASES
 ) -> Iterator[Job]:
-    for shape in shapes:
-        for which in ("gate_up", "down"):
-            for phase, tokens in PHASES.items():
-                measurement = functools.partial(
-                    measure, shape, which, phase, tokens * shape.top_k, cases, timer
-                )
-                yield Job(f"{getattr(shape, which).name} {phase}", measurement)
+    # What has targets first: all takes long, and a run that is cut short leaves what it has.
+    bounded = [case for case in cases if case.bounded]
+    free = [case for case in cases if not case.bounded]
+    for some in filter(None, (bounded, free)):
+        for shape, which, phase in itertools.product(shapes, ("gate_up", "down"), PHASES):
+            rows = PHASES[phase] * shape.top_k
+            measurement = functools.partial(measure, shape, which, phase, rows, some, timer)
+            yield Job(f"{getattr(shape, which).name} {phase}", measurement)
 
 
 def measure(

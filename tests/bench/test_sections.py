@@ -137,12 +137,26 @@ def test_jobs_cover_every_case():
     everything = named(())
     assert len(list(products.jobs(everything, quick))) == len(PRODUCT_CASES) == 7
     assert len(list(attention.jobs(everything, quick))) == len(ATTENTION_CASES)
-    assert len(list(lora.jobs(everything, quick))) == 2 * 2 * len(EXPERT_SHAPES)
+    assert len(list(lora.jobs(everything, quick))) == 2 * 2 * 2 * len(EXPERT_SHAPES)
     assert len(list(layer.jobs(everything, quick))) == 2
     assert len(list(training.jobs(everything, quick))) == 2
     assert list(products.jobs(named(("gpt-oss-20b",)), quick)) == []
-    assert len(list(lora.jobs(named(("gpt-oss-20b",)), quick))) == 4
+    assert len(list(lora.jobs(named(("gpt-oss-20b",)), quick))) == 8
     assert len({case.name for case in LORA_CASES}) == len(LORA_CASES)
+
+
+def test_adapters_with_targets_are_measured_first(monkeypatch):
+    measured = []
+
+    def measure(shape, which, phase, rows, cases, timer):
+        measured.extend((which, phase, case) for case in cases)
+
+    monkeypatch.setattr(lora, "measure", measure)
+    for job in lora.jobs(named(("gpt-oss-20b",)), quick):
+        job.run()
+    bounded = [case.bounded for _, _, case in measured]
+    assert bounded == sorted(bounded, reverse=True) and len(set(bounded)) == 2
+    assert len(measured) == len(set(measured)) == 4 * len(LORA_CASES)
 
 
 @pytest.fixture
