@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.grouped_lora_matmul.gpu_run_table import run_table
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     PIECE,
     TILE_WORDS,
     tile_height,
     tiles_together,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_tile_table import tile_table
+from pallas_kernels.grouped_lora_matmul.gpu_tile_table import Ends, tile_table
 from pallas_kernels.hopper.machine import PROGRAMS
 
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
@@ -51,7 +52,7 @@ class Pieces(NamedTuple):
     """Adapted runs, cut where a row's number is a multiple of `PIECE`.
 
     Attributes:
-      count: int32, its last element is how many there are. row: the first row of each.
+      count: int32, its last element is how many there are. row: the first row of each, then zeros.
     """
 
     count: jax.Array
@@ -166,8 +167,10 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     ends = group_ends(group_sizes, groups, count)
     group = jnp.sum(ends[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
     place = place_of(group, row_slots, groups)
-    equal = group_sizes is None
-    tiles = tiles_of_equal_groups(groups, count) if equal else tiles_of_groups(ends, count)
+    if group_sizes is None:
+        tiles = tiles_of_equal_groups(groups, count)
+    else:
+        tiles = tiles_of_groups(Ends(ends, groups), count)
     return _tables(place, tiles, ends)
 
 
@@ -272,9 +275,9 @@ def group_ends(group_sizes, groups: int, rows: int) -> jax.Array:
     return jnp.sum(jnp.where(before, group_sizes, 0), axis=1, dtype=jnp.int32)
 
 
-def tiles_of_groups(ends, rows: int) -> Tiles:
+def tiles_of_groups(ends: Ends, rows: int) -> Tiles:
     """Those of groups that end at these rows, see `gpu_tile_table`."""
-    return Tiles(*tile_table(ends, rows, most_tiles(ends.shape[0], rows)))
+    return Tiles(*tile_table(ends, rows, most_tiles(ends.groups, rows)))
 
 
 def tiles_of_equal_groups(groups: int, rows: int) -> Tiles:
@@ -317,7 +320,7 @@ def plan(groups: int, slots: int, group, token_slots) -> Route:
             axis=1,
             dtype=jnp.int32,
         )
-        tables = _tables(place[order], tiles_of_groups(ends, count))
+        tables = _tables(place[order], tiles_of_groups(Ends(ends, groups), count))
     return Route(token, position.reshape(tokens, choices), tables)
 
 
@@ -345,8 +348,8 @@ def _route_counted(groups, slots, place, choices):
     side = math.isqrt(count - 1) + 1  # as many blocks as a block has rows
     key = group_of(place) * (slots + 1) + slot_of(place) + 1
     key = lax.optimization_barrier(jnp.pad(key, (0, side * side - count), constant_values=keys))
-    row = jnp.arange(side * side, dtype=jnp.int32)
-    block, index = lax.div(row, jnp.int32(side)), lax.rem(row, jnp.int32(side))
+    # Constants cost no launch.
+    block, index = np.divmod(np.arange(side * side, dtype=np.int32), np.int32(side))
     # Sums of whole numbers: their order does not matter.
     of_block = jnp.zeros((keys, side), jnp.int32).at[key, block].add(1, mode="drop")
     total = lax.optimization_barrier(jnp.sum(of_block, axis=1, dtype=jnp.int32))
@@ -357,16 +360,12 @@ def _route_counted(groups, slots, place, choices):
     earlier = jnp.where(other < block[:, None], of_block[key], 0)
     before = jnp.sum(same.astype(jnp.int32) + earlier, axis=1, dtype=jnp.int32)
     position = lax.optimization_barrier((begin[key] + before)[:count])
-    row = row[:count]
+    row = jnp.arange(count, dtype=jnp.int32)
     order = jnp.zeros_like(row).at[position].set(row, unique_indices=True)
-    place, key = lax.optimization_barrier((place[order], key[order]))
-    tables = Tables(
-        place,
-        (begin + total)[key],
-        _pieces_counted(slots, key, begin, total),
-        tiles_of_groups(begin[slots + 1 :: slots + 1], count),
-        in_order=True,
-    )
+    place, run_end, *pieces = run_table(begin, count, slots)
+    # A group ends where the next one's first key begins.
+    tiles = tiles_of_groups(Ends(begin, groups, slots + 1, slots + 1), count)
+    tables = Tables(place, run_end, Pieces(*pieces), tiles, in_order=True)
     return lax.div(order, jnp.int32(choices)), position, tables
 
 
@@ -375,23 +374,6 @@ def _sum_before(values):
     index = np.arange(values.shape[0])
     earlier = index[None, :] < index[:, None]
     return jnp.sum(jnp.where(earlier, values[None, :], 0), axis=1, dtype=jnp.int32)
-
-
-def _pieces_counted(slots, key, begin, total) -> Pieces:
-    """The pieces of rows in order of their keys, each of which is one run."""
-    index = jnp.arange(begin.shape[0], dtype=jnp.int32)
-    adapted = (lax.rem(index, jnp.int32(slots + 1)) > 0) & (total > 0)
-    last = begin + total - 1
-    first_piece = lax.div(begin, jnp.int32(PIECE))
-    pieces = jnp.where(adapted, lax.div(last, jnp.int32(PIECE)) - first_piece + 1, 0)
-    pieces = lax.optimization_barrier(pieces)
-    before = lax.optimization_barrier(_sum_before(pieces))
-    row = jnp.arange(key.shape[0], dtype=jnp.int32)
-    starts = adapted[key] & ((row == begin[key]) | (row % PIECE == 0))
-    number = before[key] + lax.div(row, jnp.int32(PIECE)) - first_piece[key]
-    number = jnp.where(starts, number, row.shape[0])
-    rows = jnp.zeros_like(row).at[number].set(row, unique_indices=True, mode="drop")
-    return Pieces(jnp.sum(pieces, dtype=jnp.int32)[None], rows)
 
 
 def _sorted_order(groups, slots, place):

@@ -25,18 +25,27 @@ TILES = 16  # of a program
 BLOCK = 16384  # numbers that a program compares at once
 
 
-def tile_table(ends, rows: int, most: int) -> tuple[jax.Array, jax.Array]:
+class Ends(NamedTuple):
+    """int32, the first row past each group: every `stride`th number of an array from `first` on."""
+
+    array: jax.Array
+    groups: int
+    first: int = 0
+    stride: int = 1
+
+
+def tile_table(ends: Ends, rows: int, most: int) -> tuple[jax.Array, jax.Array]:
     """Cuts each group, and the rows past them all, into tiles of equal height (give or take 1).
 
     Tall tiles first: then programs, which take them in turns, end at about the same time.
 
     Args:
-      ends: int32 [G], the first row past each group. most: tiles that the table has room for.
+      most: tiles that the table has room for.
 
     Returns:
       `count` and `words` of `gpu_rows.Tiles`.
     """
-    sizes = _Sizes(rows, ends.shape[0], most)
+    sizes = _Sizes(rows, *ends[1:], most)
     call = pl.pallas_call(
         functools.partial(_kernel, sizes),
         out_shape=[
@@ -48,12 +57,14 @@ def tile_table(ends, rows: int, most: int) -> tuple[jax.Array, jax.Array]:
         interpret=jax.default_backend() == "cpu",
         name=f"lora_tiles_g{sizes.groups}",
     )
-    return tuple(call(ends.astype(jnp.int32)))
+    return tuple(call(ends.array.astype(jnp.int32)))
 
 
 class _Sizes(NamedTuple):
     rows: int
     groups: int
+    first: int
+    stride: int
     most: int
 
     @property
@@ -75,6 +86,12 @@ class _Sizes(NamedTuple):
         return tile_height(self.rows, self.groups)
 
 
+def _end(sizes: _Sizes, ends, group, other):
+    """The first row past a group, or past each; where there is none, another number."""
+    exists = (group >= 0) & (group < sizes.groups)
+    return plgpu.load(ends.at[sizes.first + group * sizes.stride], mask=exists, other=other)
+
+
 class _Groups(NamedTuple):
     """Some groups, as arrays: how many tiles, and of how many rows; those past the last: none."""
 
@@ -85,9 +102,8 @@ class _Groups(NamedTuple):
 
 def _groups(sizes: _Sizes, ends, first, count: int) -> _Groups:
     number = first + lax.iota(jnp.int32, count)
-    exist = number < sizes.groups
-    begin = plgpu.load(ends.at[number - 1], mask=exist & (number > 0), other=0)
-    size = plgpu.load(ends.at[number], mask=exist, other=0) - begin
+    begin = _end(sizes, ends, number - 1, other=0)
+    size = jnp.where(number < sizes.groups, _end(sizes, ends, number, other=0) - begin, 0)
     tiles = tiles_of(size, sizes.height)
     return _Groups(number, tiles, lax.div(size, jnp.maximum(tiles, 1)))
 
@@ -115,10 +131,11 @@ def _kernel(sizes: _Sizes, ends, count, words):
         return jnp.where(tile < total, found, past_all)
 
     group, its_first = of_group(its.number, sizes.groups), of_group(first, total)
-    begin = plgpu.load(ends.at[group - 1], mask=group > 0, other=0)
-    size = plgpu.load(ends.at[group], mask=group < sizes.groups, other=sizes.rows) - begin
+    begin = _end(sizes, ends, group - 1, other=0)
+    size = _end(sizes, ends, group, other=sizes.rows) - begin
     offset, rows = _equal_cut(size, tiles_of(size, sizes.height), tile - its_first)
-    adrift = tiles_of(sizes.rows - ends[sizes.groups - 1], sizes.height)
+    last = sizes.first + (sizes.groups - 1) * sizes.stride
+    adrift = tiles_of(sizes.rows - ends[last], sizes.height)
     used = tile < total + adrift
     values = [
         jnp.where(used, value, unused)

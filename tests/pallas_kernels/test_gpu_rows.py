@@ -145,8 +145,10 @@ def check_pieces(found: gpu_rows.Tables, place):
     if len(place) <= UNREAD_PIECES:
         return
     covered = np.zeros(len(place), int)
-    run_end = np.asarray(found.run_end)
-    for begin in np.asarray(found.pieces.row)[: found.pieces.count[-1]]:
+    run_end, rows = np.asarray(found.run_end), np.asarray(found.pieces.row)
+    count = found.pieces.count[-1]
+    assert not rows[count:].any()  # read ahead
+    for begin in rows[:count]:
         end = min(run_end[begin], begin // PIECE * PIECE + PIECE)
         covered[begin:end] += 1
     assert covered.tolist() == ((place & 0xFFFF) > 0).astype(int).tolist()

@@ -1,0 +1,139 @@
+"""The tables of runs of many counted rows, laid out by one kernel from how many rows a key has.
+
+Keys are (group, slot), in order, so that a key's rows are one run. In plain JAX it took nine
+kernels of two microseconds and more, two scatters among them. Nothing is handed from one program to
+another: each counts the pieces before its keys, and writes what is to be known of their rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import PIECE
+from pallas_kernels.hopper.machine import PROGRAMS
+
+ROWS = 128  # that a program writes at once
+
+
+class RunTable(NamedTuple):
+    """`place` and `run_end` of `gpu_rows.Tables`, and the numbers of `Pieces`."""
+
+    place: jax.Array
+    run_end: jax.Array
+    piece_count: jax.Array
+    piece_row: jax.Array
+
+
+def run_table(begin, rows: int, slots: int) -> RunTable:
+    """Of rows in order of their keys.
+
+    Args:
+      begin: int32 [keys], the first row of each key, group * (slots + 1) + slot + 1.
+      rows: how many there are.
+    """
+    sizes = _Sizes(rows, begin.shape[0], slots)
+    numbers = rows, rows, 1, rows
+    call = pl.pallas_call(
+        functools.partial(_kernel, sizes),
+        out_shape=[jax.ShapeDtypeStruct((number,), jnp.int32) for number in numbers],
+        grid=(sizes.programs,),
+        compiler_params=plgpu.CompilerParams(num_warps=4),
+        interpret=jax.default_backend() == "cpu",
+        name=f"lora_runs_k{sizes.keys}",
+    )
+    return RunTable(*call(begin))
+
+
+class _Sizes(NamedTuple):
+    rows: int
+    keys: int
+    slots: int
+
+    @property
+    def of_program(self) -> int:
+        """Keys of a program."""
+        return pl.cdiv(self.keys, PROGRAMS)
+
+    @property
+    def programs(self) -> int:
+        return pl.cdiv(self.keys, self.of_program)
+
+
+class _Keys(NamedTuple):
+    """One key, or many as arrays: their rows, and the numbers of their pieces of all rows."""
+
+    slot: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    first_piece: jax.Array
+    pieces: jax.Array
+
+
+def _keys(sizes: _Sizes, begin, key) -> _Keys:
+    """Those past the last key have no rows."""
+    first = plgpu.load(begin.at[key], mask=key < sizes.keys, other=sizes.rows)
+    end = plgpu.load(begin.at[key + 1], mask=key + 1 < sizes.keys, other=sizes.rows)
+    slot = lax.rem(key, jnp.int32(sizes.slots + 1)) - 1
+    first_piece = lax.div(first, jnp.int32(PIECE))
+    pieces = lax.div(end - 1, jnp.int32(PIECE)) - first_piece + 1
+    return _Keys(slot, first, end, first_piece, jnp.where((slot >= 0) & (end > first), pieces, 0))
+
+
+def _kernel(sizes: _Sizes, begin, place, run_end, piece_count, piece_row):
+    program = pl.program_id(0)
+    first = program * sizes.of_program
+    number = lax.iota(jnp.int32, pl.next_power_of_2(sizes.keys))
+    pieces = _keys(sizes, begin, number).pieces
+    count = jnp.sum(pieces, dtype=jnp.int32)
+    before = jnp.sum(jnp.where(number < first, pieces, 0), dtype=jnp.int32)
+
+    def write(i, before):
+        key = first + i
+        its = _keys(sizes, begin, key)
+        group = lax.div(key, jnp.int32(sizes.slots + 1))
+        word = group * 65536 + its.slot + 1
+
+        def runs(row):
+            return (place, row, word), (run_end, row, its.end)
+
+        def rows_of_pieces(piece):
+            row = jnp.maximum((its.first_piece + piece) * PIECE, its.begin)
+            return ((piece_row, before + piece, row),)
+
+        _for_each(its.begin, its.end, runs)
+        _for_each(jnp.int32(0), its.pieces, rows_of_pieces)
+        return before + its.pieces
+
+    lax.fori_loop(0, jnp.minimum(sizes.of_program, sizes.keys - first), write, before)
+
+    @pl.when(program == 0)
+    def _count():
+        piece_count[0] = count
+
+    share = pl.cdiv(sizes.rows, sizes.programs)
+    begin_rest = jnp.maximum(program * share, count)
+    end_rest = jnp.minimum((program + 1) * share, sizes.rows)
+    _for_each(begin_rest, end_rest, lambda piece: ((piece_row, piece, 0),))
+
+
+def _for_each(begin, end, values):
+    """Stores values(numbers), (array, index, value) each, for the numbers from begin to end."""
+
+    def block(i, _):
+        number = begin + i * ROWS + lax.iota(jnp.int32, ROWS)
+        mask = number < end
+        for array, index, value in values(number):
+            # The interpreter writes what is masked too, as it was: it must not be another's.
+            index = jnp.where(mask, index, array.shape[0])
+            plgpu.store(array.at[index], jnp.broadcast_to(value, (ROWS,)), mask=mask)
+
+    lax.fori_loop(
+        0, lax.div(jnp.maximum(end - begin, 0) + (ROWS - 1), jnp.int32(ROWS)), block, None
+    )
