@@ -135,6 +135,11 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
 
     yield "spread", spread_rows, (array(tokens, hidden), number(tokens, shape.top_k))
 
+    def route(x, group, token_slots):
+        return mosaic_gpu.dispatch(x, groups, slots, group, token_slots, None)[0]
+
+    yield "route", route, (array(tokens, hidden), number(tokens, shape.top_k), number(tokens))
+
     def shrink(x, tables, factors, scalings):
         return mosaic_gpu.shrink(x, tables, factors, (0,) * len(factors), scalings, (0,))
 
@@ -234,6 +239,8 @@ def main(name: str, tokens: str, rank: str, only: str = ""):
     from pallas_kernels.shapes import EXPERT_SHAPES
 
     mesh, here, placed = h200()
+    # Kernels for Triton are interpreted on a CPU.
+    jax.default_backend = lambda: "gpu"
 
     for call, function, arguments in calls(EXPERT_SHAPES[name], int(tokens), int(rank)):
         if only and call not in only.split(","):
@@ -246,10 +253,12 @@ def main(name: str, tokens: str, rank: str, only: str = ""):
                 .lower()
                 .compile()
             )
+        text = compiled.as_text()
         report = {
             "call": call,
             "seconds": round(time.perf_counter() - start, 2),
-            "kernels": compiled.as_text().count('custom_call_target="mosaic_gpu'),
+            "kernels": text.count('custom_call_target="mosaic_gpu'),
+            "triton": text.count('custom_call_target="__gpu$xla.gpu.triton'),
         }
         print("\n" + REPORT + json.dumps(report), flush=True)
 

@@ -24,14 +24,19 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 30
+CALLS = 31
 # Gradients: what is needed before and after a unit's loop; one load is in the loop, over keys.
 MAY_SPILL = {  # bytes
     "attention gradients of queries": 144,
     "attention gradients of keys": 64,
 }
 # Else one.
-KERNELS = {"attention of few": 2, "narrow float32 of few": 2, "dense of many tokens": 2}
+KERNELS = {
+    "attention of few": 2,
+    "narrow float32 of few": 2,
+    "dense of many tokens": 2,
+    "route": 0,  # Triton's: one for few rows, one for tiles and one for runs of many
+}
 # u of 64 ranks at most is made by the product of gate and up, or by one shrink.
 KERNELS_OF_MANY_RANKS = KERNELS | {"gate_up gated of one token": 2, "dense of many tokens": 3}
 SPILL = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -60,6 +65,7 @@ def compile_all(name, tokens, rank, only=""):
 def check(reports, kernels=KERNELS):
     for said, report in reports:
         assert report["kernels"] == kernels.get(report["call"], 1), report
+        assert (report["triton"] in (1, 2)) == (report["call"] == "route"), report
         spills = SPILL.findall(said)
         assert len(spills) == report["kernels"], said
         most = MAY_SPILL.get(report["call"], 0)
@@ -73,7 +79,7 @@ def test_decode():
             "qwen3-30b-a3b",
             DECODE_TOKENS,
             16,
-            "gate_up gated,gate_up float32,shrink,spread,"
+            "gate_up gated,gate_up float32,shrink,spread,route,"
             "gate_up gated of classes,shrink of classes,"
             "gate_up gated of one token,narrow of one token,"
             "attention of groups of three,attention of few,"
@@ -88,8 +94,8 @@ def test_prefill():
             "qwen3-30b-a3b",
             PREFILL_TOKENS,
             16,
-            "gate_up gated,gate_up backward,dense of many tokens,"
-            "outer of parts,shrink of parts,shrink of classes",
+            "gate_up gated,gate_up backward,dense of many tokens,route,"
+            "outer of parts,shrink of parts,shrink of classes,attention,latent attention",
         )
     )
 
