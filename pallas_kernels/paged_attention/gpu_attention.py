@@ -1,9 +1,9 @@
 """The Hopper kernel of paged attention: one pass over a request's cache, in order of position.
 
 A unit is a tile of tokens of one request and the query heads that share keys and values: 64 rows of
-(token, head), which read the cache once together. Grouped heads and latents differ only in what a
-position's columns are: lines of 64, of which the first are keys and some (the latent's own, or
-those after the keys) are values.
+(token, head), which read the cache once together; at prefill two tiles, each with a warpgroup of
+its own. Grouped heads and latents differ only in what a position's columns are: lines of 64, of
+which the first are keys and some (the latent's own, or those after the keys) are values.
 
     for each block of 64 positions:
         S = Q · Kᵀ                 [64 rows, 64 positions]

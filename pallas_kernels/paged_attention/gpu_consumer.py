@@ -1,4 +1,4 @@
-"""A warpgroup of the Hopper attention kernel that multiplies, with all of O's columns."""
+"""A warpgroup of the Hopper attention kernel that multiplies: a tile of rows, all columns of O."""
 
 from __future__ import annotations
 

@@ -144,6 +144,12 @@ class Sizes:
         faster = idle and saved >= WORTH and sums <= MOST_BYTES and spread.stages >= MIN_STAGES
         return spread if faster else self
 
+    def with_two_tiles(self) -> Sizes:
+        """The same with two tiles a unit, if that is faster and fits; bits are the same."""
+        two = dataclasses.replace(self, tiles=2)
+        many = self.tokens >= MANY_TOKENS and self.value_lines <= MOST_LINES_BESIDE
+        return two if many and two.stages >= MIN_STAGES else self
+
     @property
     def stages(self) -> int:
         """Blocks in shared memory, a whole number for each consumer."""
@@ -201,8 +207,7 @@ class Sizes:
 def grouped_sizes(q, k_pages, v_pages, scale, window, interpreted=False) -> Sizes:
     """Of `api.paged_attention`."""
     keys, values = k_pages.shape[3] // LINE, v_pages.shape[3] // LINE
-    beside = q.shape[0] >= MANY_TOKENS and values <= MOST_LINES_BESIDE
-    return Sizes(
+    sizes = Sizes(
         *q.shape[:2],
         kv_heads=k_pages.shape[2],
         lines=(keys, values),
@@ -213,8 +218,8 @@ def grouped_sizes(q, k_pages, v_pages, scale, window, interpreted=False) -> Size
         window=window,
         scale=scale,
         interpreted=interpreted,
-        tiles=2 if beside else 1,
     )
+    return sizes.with_two_tiles()
 
 
 def latent_sizes(q_latent, latent_pages, rope_pages, scale, interpreted=False) -> Sizes:

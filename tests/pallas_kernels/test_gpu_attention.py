@@ -333,15 +333,16 @@ def test_sequences_are_spread_where_programs_would_idle():
 
 
 def test_tiles_share_blocks_where_there_are_many_tokens():
-    def tiles(tokens, width):
+    def tiles(tokens, width, k_width=128):
         array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-        caches = array((9, 64, 4, 128)), array((9, 64, 4, width))
-        sizes = gpu_sizes.grouped_sizes(array((tokens, 32, 128)), *caches, 1.0, None)
+        caches = array((9, 64, 4, k_width)), array((9, 64, 4, width))
+        sizes = gpu_sizes.grouped_sizes(array((tokens, 32, k_width)), *caches, 1.0, None)
         assert sizes.stages >= gpu_sizes.MIN_STAGES
         return sizes.tiles
 
     assert tiles(512, 128) == 2 and tiles(511, 128) == 1
     assert tiles(512, 256) == 1  # sums of 256 columns are all the registers
+    assert tiles(512, 64, k_width=448) == 1  # memory has room for one block beside two tiles
 
 
 def test_only_latents_of_one_warpgroup_are_split():
