@@ -17,14 +17,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.grouped_lora_matmul.gpu_piece_table import piece_table
 from pallas_kernels.grouped_lora_matmul.gpu_rows import (
+    Pieces,
     Route,
+    Tables,
+    Tiles,
     group_of,
     most_tiles,
     place_of,
-    route_in_order,
+    unsorted,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    BLOCKS_OF_ROWS,
     TILE_WORDS,
     tile_height,
     tiles_together,
@@ -35,6 +40,7 @@ from pallas_kernels.hopper.machine import PROGRAMS
 MAX_GROUPS = 1024  # a program counts the rows of all of them at once
 FEWEST = 4  # rows of a program
 BLOCK = 16384  # numbers that a program has at once: of counters, and of x
+BLOCKS_AT_ONCE = 8  # of other rows, that are loaded before they are compared
 
 
 def dispatch_few(x, groups: int, group, token_slots, valid) -> tuple[Route, jax.Array]:
@@ -46,36 +52,70 @@ def dispatch_few(x, groups: int, group, token_slots, valid) -> tuple[Route, jax.
       token_slots: int32 [T], -1 for none.
       valid: bool [T], False: the token's rows have no group; None: all have.
     """
-    valid = np.ones(group.shape[0], bool) if valid is None else valid
-    tokens, choices = group.shape
-    rows, width = tokens * choices, x.shape[1]
-    sizes = _Sizes(rows, choices, groups)
+    rows = group.size
+    height = max(FEWEST, pl.next_power_of_2(pl.cdiv(rows, PROGRAMS)))
+    sizes = _Sizes(rows, group.shape[1], groups, height)
     numbers = (rows, rows, rows, rows, most_tiles(groups, rows) * TILE_WORDS, 1)
+    found, position, token, place, run_end, words, count = _call(
+        _sorted_kernel, "lora_dispatch", sizes, numbers, x, group, token_slots, valid
+    )
+    # By blocks of rows, nobody reads the pieces.
+    pieces = Pieces(place, place) if rows <= BLOCKS_OF_ROWS else Pieces(*piece_table(place))
+    tables = Tables(place, run_end, pieces, Tiles(count, words), in_order=True)
+    return Route(token, position.reshape(group.shape), tables), found
+
+
+def dispatch_unsorted(x, groups: int, group, token_slots, valid) -> tuple[Route, jax.Array]:
+    """The same of very few rows that stay in order: each is a run and a tile of its own.
+
+    Args: see `dispatch_few`; of any number of groups.
+    """
+    rows, choices = group.size, group.shape[1]
+    sizes = _Sizes(rows, choices, groups, 1)
+    found, place = _call(
+        _unsorted_kernel, "lora_rows", sizes, (rows,), x, group, token_slots, valid
+    )
+    row = np.arange(rows, dtype=np.int32)  # constants cost no launch
+    token, position = jnp.asarray(row // choices), jnp.asarray(row.reshape(group.shape))
+    return Route(token, position, unsorted(place)), found
+
+
+def _call(kernel, name: str, sizes: _Sizes, numbers, x, group, token_slots, valid):
+    """x of all rows, and arrays of so many int32 numbers."""
+    width = x.shape[1]
+    routing = [group.reshape(-1), token_slots, *([] if valid is None else [valid])]
+
+    def body(*refs):
+        found = _Routing(*refs[: len(routing)])
+        kernel(sizes, found, *refs[len(routing) :])
+
     call = pl.pallas_call(
-        functools.partial(_kernel, sizes),
+        body,
         out_shape=[
-            jax.ShapeDtypeStruct((rows, width), x.dtype),
+            jax.ShapeDtypeStruct((sizes.rows, width), x.dtype),
             *(jax.ShapeDtypeStruct((number,), jnp.int32) for number in numbers),
         ],
-        grid=(pl.cdiv(rows, sizes.height),),
+        grid=(pl.cdiv(sizes.rows, sizes.height),),
         compiler_params=plgpu.CompilerParams(num_warps=8),
         interpret=jax.default_backend() == "cpu",
-        name=f"lora_dispatch_k{width}",
+        name=f"{name}_k{width}",
     )
-    inputs = group.reshape(-1), token_slots, valid, x
-    found, position, *laid_out = call(*(its.astype(jnp.int32) for its in inputs[:3]), x)
-    return route_in_order(position.reshape(group.shape), *laid_out), found
+    return call(*(its.astype(jnp.int32) for its in routing), x)
+
+
+class _Routing(NamedTuple):
+    """References to what `dispatch_few` is told."""
+
+    group: jax.Array
+    token_slots: jax.Array
+    valid: jax.Array | None = None
 
 
 class _Sizes(NamedTuple):
     rows: int
     choices: int
     groups: int
-
-    @property
-    def height(self) -> int:
-        """Rows of a program."""
-        return max(FEWEST, pl.next_power_of_2(pl.cdiv(self.rows, PROGRAMS)))
+    height: int  # rows of a program
 
     @property
     def groups_block(self) -> int:
@@ -85,6 +125,11 @@ class _Sizes(NamedTuple):
     def others(self) -> int:
         """How many rows a program compares its own with at once."""
         return min(pl.next_power_of_2(self.rows), 64, BLOCK // self.groups_block)
+
+    @property
+    def together(self) -> int:
+        """How many times that is loaded at once."""
+        return min(BLOCKS_AT_ONCE, pl.cdiv(self.rows, self.others))
 
 
 class _Rows(NamedTuple):
@@ -96,22 +141,28 @@ class _Rows(NamedTuple):
     exist: jax.Array
 
 
-def _rows(sizes: _Sizes, first, count: int, group, token_slots, valid) -> _Rows:
+def _rows(sizes: _Sizes, routing: _Routing, first, count: int) -> _Rows:
     row = first + lax.iota(jnp.int32, count)
     exist, token = row < sizes.rows, lax.div(row, jnp.int32(sizes.choices))
-    number = plgpu.load(group.at[row], mask=exist, other=-1)
-    works = plgpu.load(valid.at[token], mask=exist, other=0) != 0
-    number = jnp.where((number >= 0) & works, jnp.minimum(number, sizes.groups), sizes.groups)
-    slot = plgpu.load(token_slots.at[token], mask=exist, other=-1)
+    number = plgpu.load(routing.group.at[row], mask=exist, other=-1)
+    works = number >= 0
+    if routing.valid is not None:
+        works &= plgpu.load(routing.valid.at[token], mask=exist, other=0) != 0
+    number = jnp.where(works, jnp.minimum(number, sizes.groups), sizes.groups)
+    slot = plgpu.load(routing.token_slots.at[token], mask=exist, other=-1)
     place = jnp.where(exist, place_of(number, slot, sizes.groups), jnp.iinfo(jnp.int32).max)
     return _Rows(row, token, place, exist)
 
 
-def _kernel(
+def _unsorted_kernel(sizes: _Sizes, routing: _Routing, x, y, place_out):
+    own = _rows(sizes, routing, pl.program_id(0) * sizes.height, sizes.height)
+    plgpu.store(place_out.at[own.row], own.place, mask=own.exist)
+    _copy_rows(own, own.row, x, y, _load_rows(own, x, 0))
+
+
+def _sorted_kernel(
     sizes: _Sizes,
-    group,
-    token_slots,
-    valid,
+    routing: _Routing,
     x,
     y,
     position_out,
@@ -121,7 +172,7 @@ def _kernel(
     words,
     count,
 ):
-    rows_at = functools.partial(_rows, sizes, group=group, token_slots=token_slots, valid=valid)
+    rows_at = functools.partial(_rows, sizes, routing)
     own = rows_at(pl.program_id(0) * sizes.height, sizes.height)
     begun = _load_rows(own, x, 0)  # on its way while rows are counted
     position, run_end, rows_of_group = _compare(sizes, own, rows_at)
@@ -133,12 +184,7 @@ def _kernel(
     ):
         plgpu.store(out.at[row], value, mask=own.exist)
     _lay_out_tiles(sizes, own, position, rows_of_group, words, count)
-    _store_rows(own, position, y, 0, begun)
-
-    def copy(i, _):
-        _store_rows(own, position, y, i, _load_rows(own, x, i))
-
-    lax.fori_loop(1, pl.cdiv(x.shape[1], begun.shape[1]), copy, None)
+    _copy_rows(own, position, x, y, begun)
 
 
 def _compare(sizes: _Sizes, own: _Rows, rows_at):
@@ -146,23 +192,30 @@ def _compare(sizes: _Sizes, own: _Rows, rows_at):
     groups = lax.iota(jnp.int32, sizes.groups_block)
 
     def compare(i, counts):
-        other = rows_at(i * sizes.others, sizes.others)
-        place, mine = other.place[None], own.place[:, None]
-        earlier = (place == mine) & (other.row[None] < own.row[:, None])
-        found = (place < mine) | earlier, place <= mine, group_of(place) == groups[:, None]
-        return tuple(
-            count + its.astype(jnp.int32) for count, its in zip(counts, found, strict=True)
-        )
+        first = i * sizes.together * sizes.others
+        # All on their way before the first is compared: else each would wait for memory.
+        loaded = [
+            rows_at(first + block * sizes.others, sizes.others) for block in range(sizes.together)
+        ]
+        for other in loaded:
+            place, mine = other.place[None], own.place[:, None]
+            earlier = (place == mine) & (other.row[None] < own.row[:, None])
+            found = (place < mine) | earlier, place <= mine, group_of(place) == groups[:, None]
+            counts = [
+                count + its.astype(jnp.int32) for count, its in zip(counts, found, strict=True)
+            ]
+        return counts
 
     heights = sizes.height, sizes.height, sizes.groups_block
-    start = tuple(jnp.zeros((height, sizes.others), jnp.int32) for height in heights)
-    counts = lax.fori_loop(0, pl.cdiv(sizes.rows, sizes.others), compare, start)
+    start = [jnp.zeros((height, sizes.others), jnp.int32) for height in heights]
+    at_once = sizes.together * sizes.others
+    counts = lax.fori_loop(0, pl.cdiv(sizes.rows, at_once), compare, start)
     return [jnp.sum(count, axis=1, dtype=jnp.int32) for count in counts]
 
 
 def _lay_out_tiles(sizes: _Sizes, own: _Rows, position, rows_of_group, words, count):
     """Writes the words of the tiles that begin with the program's rows; the first, how many."""
-    rows, _, groups = sizes
+    rows, groups = sizes.rows, sizes.groups
     height, together = tile_height(rows, groups), tiles_together(rows, groups)
     number = lax.iota(jnp.int32, sizes.groups_block)
     rows_of_group = jnp.where(number < groups, rows_of_group, 0)
@@ -189,6 +242,16 @@ def _lay_out_tiles(sizes: _Sizes, own: _Rows, position, rows_of_group, words, co
             unused = used + lax.iota(jnp.int32, pl.next_power_of_2(together))
             nothing = jnp.zeros_like(unused)
             write_words(words, unused, (nothing, nothing, nothing + groups), unused < whole)
+
+
+def _copy_rows(own: _Rows, position, x, y, begun):
+    """Copies the x of the program's rows, whose first columns are `begun`."""
+    _store_rows(own, position, y, 0, begun)
+
+    def copy(i, _):
+        _store_rows(own, position, y, i, _load_rows(own, x, i))
+
+    lax.fori_loop(1, pl.cdiv(x.shape[1], begun.shape[1]), copy, None)
 
 
 def _load_rows(own: _Rows, x, i):

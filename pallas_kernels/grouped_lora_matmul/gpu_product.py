@@ -51,6 +51,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
+from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
@@ -97,9 +98,8 @@ def product_kernel(
     Returns:
       [M, N] in out_dtype, or [M, N / 2] when gated.
     """
-    single_rows = tables.tiles is None
     layout = ProductLayout(
-        x, w, terms, starts, firsts, schedule, contract, gate, single_rows, interpreted, out_dtype
+        x, w, terms, starts, firsts, schedule, contract, gate, tables, interpreted, out_dtype
     )
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
@@ -131,7 +131,7 @@ def product_kernel(
     for term, count in enumerate(layout.padded_ranks):
         if count:
             factors[term] = jnp.pad(factors[term], ((0, 0), (0, 0), (count, 0), (0, 0)))
-    tiles = (tables.place,) if tables.tiles is None else tables.tiles
+    tiles = (tables.place,) if tables.rows_alone else tables.tiles or ()
     return kernel(*layers, *tiles, x, w, *lora, *factors)[:, : layout.width]
 
 
@@ -152,12 +152,16 @@ def _body(
     if layout.layered:
         layer_ref, *refs = refs
         layer = layer_ref[0]
-    if layout.single_rows:
-        words, x, w, *lora, y = refs
+    words = None
+    if layout.equal:
+        count = equal_tiles(layout.rows, layout.groups)
+    elif layout.single_rows:
+        words, *refs = refs
         count = layout.rows
     else:
-        counts, words, x, w, *lora, y = refs
+        counts, words, *refs = refs
         count = counts[counts.shape[0] - 1]
+    x, w, *lora, y = refs
     total = count * layout.feature_tiles
     mine = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
     places, run_ends, *lora = lora if layout.terms else (None, None)
@@ -189,7 +193,8 @@ def _body(
         judge = functools.partial(is_spoiled, health, judged)
         tiles, (_, steps) = for_tiles(layout, mine, load, judge, (feed.read(0), jnp.int32(0)))
         drain(stages.empty, steps, s.stages)
-        drain(feed.empty, tiles, TILES)
+        if layout.word_copies():
+            drain(feed.empty, tiles, TILES)
 
     @pl.when(warpgroup < s.consumers)
     def _compute():

@@ -43,11 +43,12 @@ class ProductLayout:
         schedule,
         contract,
         gate,
-        single_rows,
+        tables,
         interpreted,
         out_dtype,
     ):
-        self.single_rows, self.interpreted = single_rows, interpreted
+        self.single_rows, self.equal = tables.rows_alone, tables.equal
+        self.interpreted = interpreted
         self.schedule, self.contract, self.gate, self.starts = schedule, contract, gate, starts
         self.parts = 2 if gate is not None else 1
         self.rows, self.k = x.shape
@@ -152,7 +153,7 @@ class ProductLayout:
             full=plgpu.Barrier(num_arrivals=s.depth * self.stage_copies(), num_barriers=s.stages),
             empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
             tile_words=plgpu.SMEM((TILES, words_of_tile(s.heights)), jnp.int32),
-            tile_full=plgpu.Barrier(num_arrivals=self.word_copies(), num_barriers=TILES),
+            tile_full=plgpu.Barrier(num_arrivals=max(1, self.word_copies()), num_barriers=TILES),
             tile_empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=TILES),
         )
         if self.terms:
@@ -242,8 +243,9 @@ class ProductLayout:
         return plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)
 
     def word_copies(self):
-        """The tile's words in the table, or its row's place; with adapters places and run ends."""
-        return (0 if self.single_rows else 1) + (2 if self.terms else int(self.single_rows))
+        """The tile's words in a table, or its row's place; with adapters places and run ends."""
+        in_table = not self.single_rows and not self.equal
+        return int(in_table) + (2 if self.terms else int(self.single_rows))
 
     def sets(self) -> list[Set]:
         """What is added after another, of each class: its terms, or all if a stage may hold them.

@@ -19,13 +19,12 @@ from jax import lax
 
 from pallas_kernels.grouped_lora_matmul.gpu_run_table import run_table
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    BLOCKS_OF_ROWS,
     PIECE,
-    TILE_WORDS,
     tile_height,
     tiles_together,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import Ends, tile_table
-from pallas_kernels.hopper.machine import PROGRAMS
 
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
 FEW_ROWS = 2048  # up to here all pairs of rows are compared
@@ -74,7 +73,7 @@ class OrderedRuns(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["place", "run_end", "pieces", "tiles", "runs"],
-    meta_fields=["in_order"],
+    meta_fields=["in_order", "equal"],
 )
 @dataclasses.dataclass(frozen=True)
 class Tables:
@@ -84,9 +83,10 @@ class Tables:
       place: int32 [M], group * 2^16 + slot + 1 of each row; slot -1 past the last group, whose
         number is the number of groups.
       run_end: int32 [M], where the row's run (rows of one place) ends.
-      pieces, tiles: see there; no tiles where every row is a tile of its own.
+      pieces, tiles: see there; no tiles where every row is one, or where groups are equal.
       runs: None unless rows are known to be sorted by group, and not by slot.
       in_order: whether rows are known to be sorted by (group, slot), so that each is one run.
+      equal: whether all groups have equally many rows, so that tiles follow from their number.
     """
 
     place: jax.Array
@@ -95,6 +95,12 @@ class Tables:
     tiles: Tiles | None
     runs: OrderedRuns | None = None
     in_order: bool = False
+    equal: bool = False
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether every row is a tile of its own, and rows are in no order."""
+        return self.tiles is None and not self.equal
 
     @property
     def row_slots(self) -> jax.Array:
@@ -167,17 +173,17 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     ends = group_ends(group_sizes, groups, count)
     group = jnp.sum(ends[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
     place = place_of(group, row_slots, groups)
-    if group_sizes is None:
-        tiles = tiles_of_equal_groups(groups, count)
-    else:
-        tiles = tiles_of_groups(Ends(ends, groups), count)
-    return _tables(place, tiles, ends)
+    equal = group_sizes is None
+    tiles = None if equal else tiles_of_groups(Ends(ends, groups), count)
+    return dataclasses.replace(_tables(place, tiles, ends), equal=equal)
 
 
-def _tables(place, tiles: Tiles, ends=None) -> Tables:
+def _tables(place, tiles: Tiles | None, ends=None) -> Tables:
     """Those of rows sorted by group, which end at `ends`; None: by (group, slot)."""
-    row, starts, cuts = _marks(place)
-    count = row.shape[0]
+    count = place.shape[0]
+    row = jnp.arange(count, dtype=jnp.int32)
+    starts = _starts(place, row)
+    cuts = (starts | (row % PIECE == 0)) & (slot_of(place) >= 0)
     if count <= FEW_ROWS:
         run, piece = _numbers(starts), _numbers(cuts)
     else:
@@ -198,22 +204,14 @@ def _tables(place, tiles: Tiles, ends=None) -> Tables:
     return Tables(place, run_end, pieces, tiles, OrderedRuns(begin, up_to))
 
 
-def _marks(place):
-    """The rows, and which of them begin a run, and a piece."""
-    row = jnp.arange(place.shape[0], dtype=jnp.int32)
-    starts = _starts(place, row)
-    return row, starts, (starts | (row % PIECE == 0)) & (slot_of(place) >= 0)
-
-
 def _starts(place, row):
     """Which rows begin a run. A gather: XLA takes it into what comes next, and a roll not."""
     return (row == 0) | (place != place[jnp.maximum(row - 1, 0)])
 
 
 def _pieces(place, cuts, number) -> Pieces:
-    if place.shape[0] <= 4 * PROGRAMS:
-        # So few rows are shrunk by blocks of rows, and nobody reads the pieces.
-        return Pieces(place, place)
+    if place.shape[0] <= BLOCKS_OF_ROWS:
+        return Pieces(place, place)  # nobody reads them
     return Pieces(number, _rows_of(cuts, number))
 
 
@@ -249,7 +247,7 @@ def runs_of_buckets(tables: Tables, first_slot: int, slots: int, groups: int) ->
         end = jnp.where(mine[begin[:-1]], begin[1:], begin[:-1])
         return Runs(jnp.pad(stop[:-1], (1, 0)), stop, begin[:-1], end)
     # Unsorted, every row is a run.
-    starts = _starts(place, row) | (tables.tiles is None)
+    starts = _starts(place, row) | tables.rows_alone
     group = tables.group_of_row if groups > 1 else 0
     bucket = jnp.where(starts & mine, slot * groups + group, count)
     if tables.in_order and groups > 1:
@@ -280,23 +278,8 @@ def tiles_of_groups(ends: Ends, rows: int) -> Tiles:
     return Tiles(*tile_table(ends, rows, most_tiles(ends.groups, rows)))
 
 
-def tiles_of_equal_groups(groups: int, rows: int) -> Tiles:
-    """The same for M / G rows in every group: constants, which cost no launch."""
-    height = tile_height(rows, groups)
-    sizes = np.append(np.full(groups, rows // groups), rows % groups)
-    tiles = -(-sizes // height)
-    group = np.repeat(np.arange(groups + 1), tiles)
-    piece = np.arange(group.size) - (np.cumsum(tiles) - tiles)[group]
-    shorter, longer = np.divmod(sizes[group], tiles[group])
-    first = group * sizes[0] + piece * shorter + np.minimum(piece, longer)
-    words = np.full((most_tiles(groups, rows), TILE_WORDS), (0, 0, groups, 0), np.int32)
-    words[: group.size, :3] = np.stack((first, shorter + (piece < longer), group), axis=1)
-    count = np.array([_whole(group.size, tiles_together(rows, groups))], np.int32)
-    return Tiles(jnp.asarray(count), jnp.asarray(words.reshape(-1)))
-
-
 def plan(groups: int, slots: int, group, token_slots) -> Route:
-    """Sorts (token, choice) rows by (group, slot), stably; very few stay in order.
+    """Sorts (token, choice) rows by (group, slot), stably.
 
     Args:
       groups, slots: how many there are.
@@ -307,10 +290,7 @@ def plan(groups: int, slots: int, group, token_slots) -> Route:
     count = tokens * choices
     slot = jnp.broadcast_to(token_slots[:, None], group.shape).reshape(-1).astype(jnp.int32)
     place = place_of(group.reshape(-1).astype(jnp.int32), slot, groups)
-    if count <= UNSORTED_ROWS:
-        row = np.arange(count, dtype=np.int32)
-        token, position, tables = jnp.asarray(row // choices), jnp.asarray(row), _unsorted(place)
-    elif (groups + 1) * (slots + 1) <= MOST_KEYS and count <= MOST_COUNTED_ROWS:
+    if (groups + 1) * (slots + 1) <= MOST_KEYS and count <= MOST_COUNTED_ROWS:
         token, position, tables = _route_counted(groups, slots, place, choices)
     else:
         order, position = _sorted_order(groups, slots, place)
@@ -324,19 +304,11 @@ def plan(groups: int, slots: int, group, token_slots) -> Route:
     return Route(token, position.reshape(tokens, choices), tables)
 
 
-def _unsorted(place) -> Tables:
+def unsorted(place) -> Tables:
     """Every row a run and a tile of its own, wherever its group is: no launches for a sort."""
     # A constant, which costs no launch; nobody reads the pieces of so few rows.
     end = jnp.asarray(np.arange(1, place.shape[0] + 1, dtype=np.int32))
     return Tables(place, end, Pieces(place, place), None)
-
-
-def route_in_order(position, token, place, run_end, words, count) -> Route:
-    """The route of few sorted rows that `gpu_dispatch` has laid out."""
-    _, _, cuts = _marks(place)
-    pieces = _pieces(place, cuts, _numbers(cuts))
-    tables = Tables(place, run_end, pieces, Tiles(count, words), in_order=True)
-    return Route(token, position, tables)
 
 
 def _route_counted(groups, slots, place, choices):

@@ -19,6 +19,7 @@ STAGES = 4  # of a ring, at least: with three, loads do not keep up
 TALLEST = 144  # rows of a tile: with more, four stages do not fit
 TALL = 112  # rows from which runs may be added in place
 PIECE = 64  # rows of a run that one unit of a shrink takes at most
+BLOCKS_OF_ROWS = 4 * PROGRAMS  # up to so many rows, a unit of a shrink is a block of rows instead
 DEPTH = 4  # blocks of 64 columns in one stage of a product of few tiles
 ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
 NARROWEST = 16  # features of a tile
@@ -264,7 +265,7 @@ def shrink_schedule(
     else:
         rank_blocks = -(-sum(owned) // 64)
     block = 1 if rows <= 2 * PROGRAMS else 2
-    by_run = rows > 4 * PROGRAMS
+    by_run = rows > BLOCKS_OF_ROWS
     heights = (8, 16, 32, PIECE) if by_run else (8,)
     stage = SHRINK_STEPS * (heights[-1] + 64 * rank_blocks) * 128
     free = SHARED_MEMORY - 2 * heights[-1] * 128

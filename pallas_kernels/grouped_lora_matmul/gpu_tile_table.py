@@ -149,6 +149,28 @@ def _kernel(sizes: _Sizes, ends, count, words):
         count[0] = tiles_of(total + adrift, together) * together
 
 
+def equal_tiles(rows: int, groups: int) -> int:
+    """How many tiles there are of rows of equal groups, those without rows among them."""
+    size, rest = divmod(rows, groups)
+    height, together = tile_height(rows, groups), tiles_together(rows, groups)
+    used = groups * pl.cdiv(size, height) + pl.cdiv(rest, height)
+    return pl.cdiv(used, together) * together
+
+
+def equal_tile(rows: int, groups: int, tile):
+    """The words of a tile of rows of equal groups: what the table would say, without one."""
+    size, rest = divmod(rows, groups)
+    height = tile_height(rows, groups)
+    of_group, past_all = pl.cdiv(size, height), pl.cdiv(rest, height)
+    inside = tile < groups * of_group
+    group = jnp.where(inside, lax.div(tile, jnp.int32(max(of_group, 1))), groups)
+    pieces = jnp.where(inside, of_group, past_all)
+    offset, count = _equal_cut(jnp.where(inside, size, rest), pieces, tile - group * of_group)
+    used = tile < groups * of_group + past_all
+    words = (group * size + offset, 0), (count, 0), (group, groups)
+    return tuple(jnp.where(used, word, unused) for word, unused in words)
+
+
 def _equal_cut(size, pieces, piece):
     """Where a piece starts and its size, when `size` rows are cut in equal pieces."""
     pieces = jnp.maximum(pieces, 1)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout
 from pallas_kernels.grouped_lora_matmul.gpu_rows import group_of, slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILE_WORDS, TILES
+from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tile
 
 
 class Tile(NamedTuple):
@@ -44,7 +45,7 @@ class TileFeed:
 
     Args:
       count: how many it has; those from there on are the first ones again.
-      words: the table, or each row's place where every row is a tile.
+      words: the table, or each row's place where every row is a tile; None of equal groups.
       places, run_ends: those of all rows; None without adapters.
       in_memory: int32 [TILES, words of a tile] in shared memory. full, empty: its barriers.
     """
@@ -82,7 +83,9 @@ class TileFeed:
     def read(self, i) -> Tile:
         """From the table; the words past its end are read, early, but nothing uses them."""
         tile, slice_of = self.number(i)
-        if self.layout.single_rows:
+        if self.layout.equal:
+            words = equal_tile(self.layout.rows, self.layout.groups, tile)
+        elif self.layout.single_rows:
             tile = jnp.minimum(tile, self.layout.rows - 1)
             words = tile, jnp.int32(1), group_of(self.words[tile])
         else:
@@ -91,7 +94,9 @@ class TileFeed:
         return self.tile_of(jnp.int32(i), words, slice_of)
 
     def load(self, tile: Tile, i):
-        """Brings a tile's words, and those of its rows, to the consumers."""
+        """Brings a tile's words, and those of its rows, to the consumers, if they need any."""
+        if not self.layout.word_copies():
+            return
         slot = tile.slot
 
         @pl.when(i >= TILES)
@@ -105,11 +110,11 @@ class TileFeed:
         copies = []
         if self.layout.single_rows:
             copies.append((self.words, first, count, self.layout.place))
-        else:
+        elif not self.layout.equal:
             copies.append((self.words, number * TILE_WORDS, TILE_WORDS, 0))
-            if self.layout.terms:
-                copies.append((self.places, first, count, self.layout.place))
         if self.layout.terms:
+            if not self.layout.single_rows:
+                copies.append((self.places, first, count, self.layout.place))
             copies.append((self.run_ends, first, count, self.layout.run_end))
         for source, first, count, destination in copies:
             plgpu.copy_gmem_to_smem(
@@ -121,9 +126,12 @@ class TileFeed:
     def loaded(self, i) -> Tile:
         """What `load` has brought."""
         slot = lax.rem(i, jnp.int32(TILES))
-        plgpu.barrier_wait(self.full.at[slot])
+        if self.layout.word_copies():
+            plgpu.barrier_wait(self.full.at[slot])
         tile, slice_of = self.number(i)
-        if self.layout.single_rows:
+        if self.layout.equal:
+            words = equal_tile(self.layout.rows, self.layout.groups, tile)
+        elif self.layout.single_rows:
             words = (
                 tile,
                 jnp.int32(1),
@@ -160,7 +168,8 @@ class TileFeed:
         plgpu.barrier_wait(self.full.at[tile.slot])
 
     def release(self, tile: Tile):
-        plgpu.barrier_arrive(self.empty.at[tile.slot])
+        if self.layout.word_copies():
+            plgpu.barrier_arrive(self.empty.at[tile.slot])
 
     def walk_runs(self, tile: Tile, begin, end, visit, carry):
         """visit(slot, first, stop, carry) for the adapted runs of the tile's rows [begin, end).

@@ -64,12 +64,11 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
 
 def dispatch(x, groups: int, slots: int, group, token_slots, valid):
     """See `differentiable.py`, `gpu_dispatch` and `gpu_rows.plan`."""
-    few = gpu_rows.UNSORTED_ROWS < group.size <= gpu_rows.FEW_ROWS
-    if few and groups <= gpu_dispatch.MAX_GROUPS:
+    if group.size <= gpu_rows.UNSORTED_ROWS:
+        return gpu_dispatch.dispatch_unsorted(x, groups, group, token_slots, valid)
+    if group.size <= gpu_rows.FEW_ROWS and groups <= gpu_dispatch.MAX_GROUPS:
         return gpu_dispatch.dispatch_few(x, groups, group, token_slots, valid)
     plan = gpu_rows.plan(groups, slots, local_groups(group, groups, 0, valid), token_slots)
-    if plan.tables.tiles is None:
-        return plan, jnp.repeat(x, group.shape[1], axis=0)  # in order as they are
     return plan, gpu_spread.spread_rows(x, plan.position)
 
 
@@ -106,7 +105,7 @@ def _terms(x, tables, u, factors, starts, firsts, gate, schedule) -> tuple[Terms
 
 def shrink_for_product(x, tables: Tables, factors, starts, scalings, firsts):
     """u of every term, or, where every row is a tile of its own, what a product makes it of."""
-    rows_alone = tables.tiles is None or x.shape[0] == 1
+    rows_alone = tables.rows_alone or x.shape[0] == 1
     if not rows_alone or len(set(firsts)) > 1:
         return shrink(x, tables, factors, starts, scalings, firsts)
     return tuple(map(Unmade, *_whole_factors(factors, scalings)))

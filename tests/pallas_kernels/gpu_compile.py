@@ -35,7 +35,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     import jax.numpy as jnp
 
     from pallas_kernels import PageView, paged_attention, paged_latent_attention
-    from pallas_kernels.grouped_lora_matmul import gpu_rows, mosaic_gpu
+    from pallas_kernels.grouped_lora_matmul import mosaic_gpu
     from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
     from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
     from pallas_kernels.grouped_lora_matmul.gpu_schedule import packed_columns, rank_tile
@@ -104,8 +104,11 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
 
     # One token's rows are a tile each, and their products make u themselves.
     few_rows = jax.eval_shape(
-        functools.partial(gpu_rows.plan, groups, slots), number(1, shape.top_k), number(1)
-    ).tables
+        lambda x, *routing: mosaic_gpu.dispatch(x, groups, slots, *routing, None)[0].tables,
+        array(1, hidden),
+        number(1, shape.top_k),
+        number(1),
+    )
 
     def product_of_few(its, count, of, k, widths, **static):
         starts = tuple(sum(widths[:part]) for part in range(len(widths)))

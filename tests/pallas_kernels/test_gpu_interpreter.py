@@ -405,6 +405,6 @@ def test_rows_that_are_tiles(terms):
     group = np.where(groups_of_rows(sizes, 7) < 0, case.groups, groups_of_rows(sizes, 7))
     place = jnp.asarray(gpu_rows.place_of(group, slots, case.groups)[order])
     low = case.packed(u)[order] if terms else ()
-    tables = gpu_rows._unsorted(place)
+    tables = gpu_rows.unsorted(place)
     found = gpu_interpreter.interpret(case.compiled, tables, x[order], w, low, factors)
     assert_close(found, case.expect(*arguments)[order])

@@ -12,24 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_lora_matmul import gpu_rows
-from pallas_kernels.grouped_lora_matmul.gpu_dispatch import MAX_GROUPS, dispatch_few
+from pallas_kernels.grouped_lora_matmul.gpu_dispatch import (
+    MAX_GROUPS,
+    dispatch_few,
+    dispatch_unsorted,
+)
 from pallas_kernels.grouped_lora_matmul.gpu_rows import (
     FEW_ROWS,
     MOST_COUNTED_ROWS,
     MOST_KEYS,
     RADIX_ROWS,
-    TILE_WORDS,
     UNSORTED_ROWS,
     most_tiles,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    BLOCKS_OF_ROWS,
     PIECE,
+    TILE_WORDS,
     tile_height,
     tiles_together,
 )
-from pallas_kernels.hopper.machine import PROGRAMS
-
-UNREAD_PIECES = 4 * PROGRAMS  # up to so many rows nobody reads the pieces
+from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tile, equal_tiles
 
 # Tokens, choices, groups, slots: both sides of every limit of `gpu_rows`.
 ROUTES = [
@@ -37,8 +40,8 @@ ROUTES = [
     (UNSORTED_ROWS // 8, 8, 128, 8),
     (UNSORTED_ROWS + 1, 1, 5, 3),
     (64, 1, 32, 8),
-    (UNREAD_PIECES // 8, 8, 512, 8),
-    (UNREAD_PIECES + 1, 1, 3, 2),
+    (BLOCKS_OF_ROWS // 8, 8, 512, 8),
+    (BLOCKS_OF_ROWS + 1, 1, 3, 2),
     (FEW_ROWS, 1, 1, 4),
     (FEW_ROWS // 64, 8, MAX_GROUPS, 1),
     (FEW_ROWS // 64, 8, MAX_GROUPS + 1, 1),
@@ -61,8 +64,8 @@ SLOW_ROUTES = [
 TABLES = [
     (1, 1),
     (40, 3),
-    (UNREAD_PIECES, 32),
-    (UNREAD_PIECES + 1, 512),
+    (BLOCKS_OF_ROWS, 32),
+    (BLOCKS_OF_ROWS + 1, 512),
     (FEW_ROWS, 1),
     (FEW_ROWS + 1, 128),
     (3 * FEW_ROWS, 5),
@@ -71,11 +74,13 @@ TABLES = [
 
 @functools.cache
 def compiled_route(groups, slots):
-    """The route, and of few rows, which the kernel lays out, x; in Pallas's interpreter."""
+    """The route, and of few rows, which a kernel lays out, x; in Pallas's interpreter."""
 
     @jax.jit
     def route(group, slot):
-        if UNSORTED_ROWS < group.size <= FEW_ROWS and groups <= MAX_GROUPS:
+        if group.size <= UNSORTED_ROWS:
+            return dispatch_unsorted(numbered(len(slot)), groups, group, slot, None)
+        if group.size <= FEW_ROWS and groups <= MAX_GROUPS:
             return dispatch_few(numbered(len(slot)), groups, group, slot, None)
         return gpu_rows.plan(groups, slots, group, slot), None
 
@@ -142,7 +147,7 @@ def check_tiles(found: gpu_rows.Tiles, place, groups):
 
 def check_pieces(found: gpu_rows.Tables, place):
     """Every row with an adapter is in one piece, no other row is; a piece has one place."""
-    if len(place) <= UNREAD_PIECES:
+    if len(place) <= BLOCKS_OF_ROWS:
         return
     covered = np.zeros(len(place), int)
     run_end, rows = np.asarray(found.run_end), np.asarray(found.pieces.row)
@@ -178,15 +183,16 @@ def test_route(tokens, choices, groups, slots, seed, crowded):
         assert rows.tolist() == numbered(tokens)[found.token].tolist()
 
 
-def test_rows_that_no_group_works_on():
+@pytest.mark.parametrize("tokens, dispatch", [(40, dispatch_few), (7, dispatch_unsorted)])
+def test_rows_that_no_group_works_on(tokens, dispatch):
     """Tokens that are not valid, and numbers that are not of a group; and the x of all rows."""
-    tokens, groups = 40, 6
+    groups = 6
     rng = np.random.default_rng(0)
     slot = rng.integers(-1, 3, tokens).astype(np.int32)
     group = rng.integers(-2, groups + 3, (tokens, 2)).astype(np.int32)
     valid = rng.random(tokens) < 0.7
     x = numbered(tokens)
-    found, rows = jax.tree.map(np.asarray, dispatch_few(x, groups, group, slot, valid))
+    found, rows = jax.tree.map(np.asarray, dispatch(x, groups, group, slot, valid))
     assert rows.tolist() == x[found.token].tolist()
     works = (group >= 0) & (group < groups) & valid[:, None]
     check_route(found, np.where(works, group, groups), slot, groups)
@@ -241,15 +247,27 @@ def test_tables(rows, groups, data):
     check_pieces(found, place)
 
 
-@pytest.mark.parametrize("rows, groups", [(50, 5), (700, 7), (13, 5)])
+EQUAL = [(50, 5), (700, 7), (13, 5), (3, 5), (1, 1), (2000, 1), (144, 1), (145, 1), (6001, 3)]
+
+
+@pytest.mark.parametrize("rows, groups", EQUAL)
 def test_equal_groups(rows, groups):
     slots = np.arange(rows, dtype=np.int32) % 3 - 1
     found = jax.tree.map(np.asarray, compiled_tables(groups)(None, slots))
-    group = np.minimum(np.arange(rows) // (rows // groups), groups)
+    group = np.repeat(np.arange(groups + 1), [*[rows // groups] * groups, rows % groups])
     place = places(group, slots, groups)
     check_runs(found, place)
-    check_tiles(found.tiles, place, groups)
+    assert found.tiles is None and found.equal
+    check_tiles(tiles_without_table(rows, groups), place, groups)
     check_pieces(found, place)
+
+
+def tiles_without_table(rows, groups):
+    """What a product computes of tiles whose groups are equal, as a table."""
+    words = np.zeros((most_tiles(groups, rows), TILE_WORDS), np.int32)
+    count = equal_tiles(rows, groups)
+    words[:count, :3] = np.stack(equal_tile(rows, groups, np.arange(count, dtype=np.int32)), axis=1)
+    return gpu_rows.Tiles(np.array([count]), words)
 
 
 def test_tiles_of_a_group_are_equal():
