@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
+from pallas_kernels.hopper.machine import HALF_MEMORY, PROGRAMS, SHARED_MEMORY
 
 ARRAY = 1024  # bytes of shared memory that every array takes a multiple of
 CHUNK = 32  # rows added and stored at once
@@ -70,7 +70,7 @@ class ShrinkSchedule:
       rank_tile: columns that u of a term starts at a multiple of.
       heights: row counts of the compiled variants, ascending multiples of 8.
       stages: how many the ring has.
-      programs: persistent programs.
+      programs: persistent programs, one or two for each multiprocessor.
     """
 
     block: int | None
@@ -245,7 +245,7 @@ def packed_columns(ranks: tuple[int, ...], tile: int) -> tuple[tuple[int, ...], 
 
 
 def shrink_schedule(
-    rows: int, ranks: tuple[int, ...], tile: int, alone: bool = False
+    rows: int, ranks: tuple[int, ...], tile: int, width: int, alone: bool = False
 ) -> ShrinkSchedule:
     """For `rows` rows and parts of these ranks, in columns of u that start at multiples of `tile`.
 
@@ -253,7 +253,7 @@ def shrink_schedule(
     share it.
 
     Args:
-      alone: each part has columns of x of its own, not all the same.
+      width: columns of x of a unit. alone: each part has columns of its own, not all the same.
     """
     apart = not alone and len(ranks) > 1 and rows * len(ranks) <= PROGRAMS
     first, owned = packed_columns(ranks, tile)
@@ -270,11 +270,17 @@ def shrink_schedule(
     stage = SHRINK_STEPS * (heights[-1] + 64 * rank_blocks) * 128
     free = SHARED_MEMORY - 2 * heights[-1] * 128
     units = rows if by_run else -(-rows // block) * (len(ranks) if apart else 1)
+    programs = PROGRAMS
+    half = HALF_MEMORY - 2 * heights[-1] * 128
+    has_room = half // stage > 1 and width <= half // stage * SHRINK_STEPS * 64
+    if not by_run and units > PROGRAMS and has_room:
+        # Units of few steps wait more than they load, and half of the memory has room for one.
+        free, programs = half, 2 * PROGRAMS
     return ShrinkSchedule(
         None if by_run else block,
         apart,
         tile,
         heights,
         min(12, free // stage),
-        min(PROGRAMS, units),
+        min(programs, units),
     )

@@ -137,6 +137,7 @@ def shrink(x, tables: Tables, factors, starts, scalings, firsts):
     alone = [part for span in spans if len(span) == 1 for part in span]
     for together in (alone, *(span for span in spans if len(span) > 1)):
         for pack in _packs(together, ranks, tile):
+            width = sum(its for _, its in {columns[part] for part in pack})
             terms = [first + part for first in range(0, len(factors), parts) for part in pack]
             found = shrink_kernel(
                 x,
@@ -146,7 +147,11 @@ def shrink(x, tables: Tables, factors, starts, scalings, firsts):
                 firsts,
                 tuple(starts[part] for part in pack),
                 shrink_schedule(
-                    x.shape[0], tuple(ranks[part] for part in pack), tile, together is alone
+                    x.shape[0],
+                    tuple(ranks[part] for part in pack),
+                    tile,
+                    width,
+                    together is alone,
                 ),
             )
             for term, its in zip(terms, found, strict=True):

@@ -286,7 +286,8 @@ class ShrinkCase:
     @functools.cached_property
     def schedule(self):
         tile, alone = rank_tile(max(self.ranks)), len(set(self.columns)) > 1
-        schedule = shrink_schedule(self.as_of or self.rows, self.ranks, tile, alone)
+        width = sum(its for _, its in set(self.columns))
+        schedule = shrink_schedule(self.as_of or self.rows, self.ranks, tile, width, alone)
         return dataclasses.replace(schedule, programs=PROGRAMS, stages=self.stages)
 
     @property
