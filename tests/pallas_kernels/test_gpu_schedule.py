@@ -21,6 +21,7 @@ from pallas_kernels.grouped_lora_matmul import (
 from pallas_kernels.grouped_lora_matmul import gpu_schedule as gs
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
+from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, Tiles
 from pallas_kernels.grouped_lora_matmul.mosaic_gpu import MAX_RANK
 from pallas_kernels.hopper.machine import SHARED_MEMORY
 from pallas_kernels.shapes import DECODE_TOKENS, EXPERT_SHAPES, PREFILL_TOKENS
@@ -29,6 +30,7 @@ LIMIT = 227 * 1024  # bytes of shared memory that one program of an H200 may hav
 HALF_LIMIT = 113 * 1024  # the same if two share a multiprocessor, which keeps 1 KB for each
 ALIGNMENT = 1024  # of every array in it
 MULTIPROCESSORS = 132
+IN_TILES = Tables(None, None, None, Tiles(None, None))  # kinds of tables alone are looked at
 TOKENS = (1, 2, 8, DECODE_TOKENS, 256, 1024, PREFILL_TOKENS, 32768)
 
 
@@ -77,7 +79,7 @@ def product_layout(
     w = array(groups, n, k) if contract == 2 else array(groups, k, n)
     x = array(rows, k)
     return gpu_product_layout.ProductLayout(
-        x, w, terms, starts, firsts, schedule, contract, gate, False, False, jnp.dtype(out_dtype)
+        x, w, terms, starts, firsts, schedule, contract, gate, IN_TILES, False, jnp.dtype(out_dtype)
     )
 
 
