@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+PARTS = 128  # of a row, at most, that are looked through at once
 
 
 class SamplingRows(NamedTuple):
@@ -35,22 +38,38 @@ def sample(
       filters: whether any row has one. If it is None the device looks, and goes without them where
         it can: a GPU's host then waits until it has looked, and begins nothing meanwhile.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy, largest = _largest(logits)
     drawn = rows.temperature > 0
     # Below the largest, so that a small temperature overflows to -inf and never to inf.
-    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    below = logits - largest[:, None]
     kept = below / jnp.where(drawn, rows.temperature, 1)[:, None]
     if filters is None:
         needed = jnp.any(drawn & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)))
         kept = lax.cond(needed, _filter, lambda kept, _: kept, kept, rows)
     elif filters:
         kept = _filter(kept, rows)
-    return jnp.where(drawn, jax.vmap(_gumbel_argmax)(kept, rows.seed, rows.step), greedy)
+    noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(rows.seed, rows.step, logits.shape[1])
+    return jnp.where(drawn, _largest(kept + noise)[0], greedy)
 
 
-def _gumbel_argmax(logits, seed, step):
+def _largest(values):
+    """Where the largest of each row is, the first of several, and what it is.
+
+    By parts of a row: XLA gives a row to one multiprocessor.
+    """
+    rows, count = values.shape
+    size = count // math.gcd(count, PARTS)
+    parts = values.reshape(rows, -1, size)
+    first = jnp.argmax(parts, axis=-1).astype(jnp.int32)
+    largest = jnp.max(parts, axis=-1)
+    part = jnp.argmax(largest, axis=-1).astype(jnp.int32)[:, None]
+    found = part * size + jnp.take_along_axis(first, part, axis=1)
+    return found[:, 0], jnp.take_along_axis(largest, part, axis=1)[:, 0]
+
+
+def _gumbel(seed, step, count: int):
     key = jax.random.fold_in(jax.random.key(seed.astype(jnp.uint32)), step)
-    return jnp.argmax(logits + jax.random.gumbel(key, logits.shape)).astype(jnp.int32)
+    return jax.random.gumbel(key, (count,))
 
 
 def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:

@@ -216,7 +216,10 @@ def _compare(sizes: _Sizes, own: _Rows, rows_at):
 def _lay_out_tiles(sizes: _Sizes, own: _Rows, position, rows_of_group, words, count):
     """Writes the words of the tiles that begin with the program's rows; the first, how many."""
     rows, groups = sizes.rows, sizes.groups
-    height, together = tile_height(rows, groups), tiles_together(rows, groups)
+    height, together = (
+        tile_height(rows, groups),
+        tiles_together(rows / groups, tile_height(rows, groups)),
+    )
     number = lax.iota(jnp.int32, sizes.groups_block)
     rows_of_group = jnp.where(number < groups, rows_of_group, 0)
     tiles_of_group = tiles_of(rows_of_group, height)

@@ -154,7 +154,7 @@ def _body(
         layer = layer_ref[0]
     words = None
     if layout.equal:
-        count = equal_tiles(layout.rows, layout.groups)
+        count = equal_tiles(layout.rows, layout.groups, s.heights[-1], s.together)
     elif layout.single_rows:
         words, *refs = refs
         count = layout.rows

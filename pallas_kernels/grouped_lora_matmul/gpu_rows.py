@@ -152,8 +152,9 @@ def group_of(place):
 
 def most_tiles(groups: int, rows: int) -> int:
     """No routing makes more tiles than this."""
-    tiles = min(rows, rows // tile_height(rows, groups) + groups + 1)
-    return _whole(tiles, tiles_together(rows, groups))
+    height = tile_height(rows, groups)
+    tiles = min(rows, rows // height + groups + 1)
+    return _whole(tiles, tiles_together(rows / groups, height))
 
 
 def _whole(count, unit: int):

@@ -17,6 +17,8 @@ TILE_WORDS = 4  # of the table of tiles, 16 bytes: copies begin at multiples of 
 LINE = 32  # words of the copy engine's alignment, 128 bytes
 STAGES = 4  # of a ring, at least: with three, loads do not keep up
 TALLEST = 144  # rows of a tile: with more, four stages do not fit
+LOWEST = 64  # where all rows are one group, and are more than `TALLEST`
+TILE_COST = 100  # cycles
 TALL = 112  # rows from which runs may be added in place
 PIECE = 64  # rows of a run that one unit of a shrink takes at most
 BLOCKS_OF_ROWS = 4 * PROGRAMS  # up to so many rows, a unit of a shrink is a block of rows instead
@@ -89,12 +91,14 @@ def product_schedule(
     out_bytes: int = 2,
     contract: int = 2,
     made_ranks: int = 0,
+    equal: bool = False,
 ) -> ProductSchedule:
     """For `rows` rows over `groups` groups, `width` features in each of `parts` parts.
 
     Args:
       out_bytes: of one element of the result. contract: see `product_kernel`.
       made_ranks: of u, where the product makes it.
+      equal: whether groups have equally many rows: tiles of one group are of any height then.
     """
     mean = rows / groups
     heights = _heights(rows, groups)
@@ -119,6 +123,10 @@ def product_schedule(
     if depth > 1 and heights[-1] <= CHUNK and groups == parts == 1 and contract == 2:
         narrow = _narrow(width, made_ranks)
     w_rows = parts * blocks * consumers * narrow
+    slices = -(-width // (narrow * blocks * consumers))
+    if equal and groups == 1 and rows > TALLEST:
+        heights = (_height_of_turns(rows, slices, w_rows),)
+        most_tiles = -(-rows // heights[-1])
     stage = depth * (block_rows(w_rows, made_ranks, depth) + heights[-1]) * 128
     words = 4 * TILES * words_of_tile(heights)
     buffer = consumers * min(CHUNK, heights[-1]) * 64 * out_bytes
@@ -135,7 +143,6 @@ def product_schedule(
     if depth > 1 and free // stage < 3:
         depth = 1
         stage = (block_rows(w_rows, made_ranks, depth) + heights[-1]) * 128
-    tiles = most_tiles * -(-width // (narrow * blocks * consumers))
     return ProductSchedule(
         blocks,
         consumers,
@@ -143,8 +150,8 @@ def product_schedule(
         depth,
         min(12, free // stage),
         buffers,
-        min(PROGRAMS, tiles),
-        tiles_together(rows, groups),
+        min(PROGRAMS, most_tiles * slices),
+        tiles_together(rows / groups, heights[-1]),
         narrow,
     )
 
@@ -170,10 +177,25 @@ def block_rows(w_rows: int, made_ranks: int, depth: int) -> int:
     return max(64, w_rows + _whole(made_ranks, 64 // depth))
 
 
-def tiles_together(rows: int, groups: int) -> int:
-    """How many tiles a group of mean size has, at most 8."""
-    mean = rows / groups
-    return max(1, min(8, round(mean / tile_height(rows, groups))))
+def _height_of_turns(rows: int, slices: int, w_rows: int) -> int:
+    """The height of equal tiles of all rows with which programs, which take turns, end first.
+
+    A step's time is that of its bytes in shared memory, 128 in a cycle: loaded, and read by each
+    product of 64 rows of W. What a tile costs besides is taken for `TILE_COST` more in each.
+    """
+
+    def time(tiles: int) -> int:
+        height = _whole(-(-rows // tiles), 8)
+        step = 2 * w_rows + height * (1 + w_rows // 64) + TILE_COST
+        return -(-tiles * slices // PROGRAMS) * step
+
+    best = min(range(-(-rows // TALLEST), rows // LOWEST + 1), key=time)
+    return _whole(-(-rows // best), 8)
+
+
+def tiles_together(mean: float, height: int) -> int:
+    """How many tiles of a height a group of mean size has, at most 8."""
+    return max(1, min(8, round(mean / height)))
 
 
 def words_of_tile(heights: tuple[int, ...]) -> int:

@@ -145,22 +145,20 @@ def _kernel(sizes: _Sizes, ends, count, words):
 
     @pl.when(pl.program_id(0) == 0)
     def _count():
-        together = tiles_together(sizes.rows, sizes.groups)
+        together = tiles_together(sizes.rows / sizes.groups, sizes.height)
         count[0] = tiles_of(total + adrift, together) * together
 
 
-def equal_tiles(rows: int, groups: int) -> int:
+def equal_tiles(rows: int, groups: int, height: int, together: int) -> int:
     """How many tiles there are of rows of equal groups, those without rows among them."""
     size, rest = divmod(rows, groups)
-    height, together = tile_height(rows, groups), tiles_together(rows, groups)
     used = groups * pl.cdiv(size, height) + pl.cdiv(rest, height)
     return pl.cdiv(used, together) * together
 
 
-def equal_tile(rows: int, groups: int, tile):
+def equal_tile(rows: int, groups: int, height: int, tile):
     """The words of a tile of rows of equal groups: what the table would say, without one."""
     size, rest = divmod(rows, groups)
-    height = tile_height(rows, groups)
     of_group, past_all = pl.cdiv(size, height), pl.cdiv(rest, height)
     inside = tile < groups * of_group
     group = jnp.where(inside, lax.div(tile, jnp.int32(max(of_group, 1))), groups)

@@ -71,6 +71,10 @@ class TileFeed:
             place, jnp.int32(together)
         )
 
+    def equal_tile(self, tile):
+        layout = self.layout
+        return equal_tile(layout.rows, layout.groups, self.schedule.heights[-1], tile)
+
     def tile_of(self, i, words, slice_of) -> Tile:
         layout = self.layout
         row, rows, group = words
@@ -84,7 +88,7 @@ class TileFeed:
         """From the table; the words past its end are read, early, but nothing uses them."""
         tile, slice_of = self.number(i)
         if self.layout.equal:
-            words = equal_tile(self.layout.rows, self.layout.groups, tile)
+            words = self.equal_tile(tile)
         elif self.layout.single_rows:
             tile = jnp.minimum(tile, self.layout.rows - 1)
             words = tile, jnp.int32(1), group_of(self.words[tile])
@@ -130,7 +134,7 @@ class TileFeed:
             plgpu.barrier_wait(self.full.at[slot])
         tile, slice_of = self.number(i)
         if self.layout.equal:
-            words = equal_tile(self.layout.rows, self.layout.groups, tile)
+            words = self.equal_tile(tile)
         elif self.layout.single_rows:
             words = (
                 tile,

@@ -80,7 +80,14 @@ def product(
     width = w.shape[3 - contract] // parts
     out_dtype = out_dtype or x.dtype
     schedule = functools.partial(
-        product_schedule, x.shape[0], w.shape[0], width, parts, out_dtype.itemsize, contract
+        product_schedule,
+        x.shape[0],
+        w.shape[0],
+        width,
+        parts,
+        out_dtype.itemsize,
+        contract,
+        equal=tables.equal,
     )
     terms, made_ranks = None, 0
     if factors:

@@ -42,7 +42,10 @@ def add_norm(x, more, weight, eps):
 
 
 def log_sum_exp(x):
-    return _call("log_sum_exp", _log_sum_exp_kernel, [(x.shape[0], 1)], [x])[0][:, 0]
+    """A program has a chunk of a row, as of few rows one program each would be all; then a join."""
+    rows, chunks = x.shape[0], _Tile(*x.shape).chunks
+    parts = _call("sum_exp", _sum_exp_kernel, [(rows, chunks)] * 2, [x], chunks=chunks)
+    return _call("log_sum_exp", _log_sum_exp_kernel, [(rows, 1)], parts)[0][:, 0]
 
 
 def _row_sum_kernel(tile, x, out):
@@ -114,21 +117,22 @@ def _norm_gradient_kernel(eps, tile, x, dy, *rest):
     tile.loop(store, None)
 
 
-def _log_sum_exp_kernel(tile, x, out):
-    """Every column of the tile has a maximum and a sum of its own, joined at the end."""
+def _sum_exp_kernel(tile, x, maxima, totals):
+    """The maximum of a chunk, and the sum of exp(x - maximum)."""
+    chunk = pl.program_id(1)
+    part = tile.load(x, chunk, -jnp.inf)
+    # Finite, so that features of -inf alone do not make exp(-inf + inf).
+    lowest = jnp.finfo(jnp.float32).min
+    maximum = jnp.maximum(part.max(axis=1, keepdims=True), lowest)
+    tile.store_column(maxima, maximum, chunk)
+    tile.store_column(totals, jnp.exp(part - maximum).sum(axis=1, keepdims=True), chunk)
 
-    def add(i, state):
-        maximum, total = state
-        part = tile.load(x, i, -jnp.inf)
-        new_maximum = jnp.maximum(maximum, part)
-        total = total * jnp.exp(maximum - new_maximum) + jnp.exp(part - new_maximum)
-        return new_maximum, total
 
-    # Finite, so that features of -inf alone do not make the correction exp(-inf + inf).
-    lowest = tile.full(jnp.finfo(jnp.float32).min)
-    maxima, totals = tile.loop(add, (lowest, tile.full(0)))
-    maximum = maxima.max(axis=1, keepdims=True)
-    total = (totals * jnp.exp(maxima - maximum)).sum(axis=1, keepdims=True)
+def _log_sum_exp_kernel(tile, maxima, totals, out):
+    """Joins the chunks, in an order that follows from how many there are."""
+    part = tile.load(maxima, 0, -jnp.inf)
+    maximum = part.max(axis=1, keepdims=True)
+    total = (tile.load(totals, 0, 0) * jnp.exp(part - maximum)).sum(axis=1, keepdims=True)
     tile.store_column(out, maximum + jnp.log(total))
 
 
@@ -162,8 +166,8 @@ class _Tile:
     def store(self, ref, chunk, values):
         plgpu.store(ref.at[:, self._columns(chunk)], values, mask=self._mask(chunk))
 
-    def store_column(self, ref, values):
-        plgpu.store(ref, values, mask=self._real_rows())
+    def store_column(self, ref, values, column=0):
+        plgpu.store(ref.at[:, pl.ds(column, 1)], values, mask=self._real_rows())
 
     def _columns(self, chunk):
         return pl.ds(chunk * self.width, self.width)
@@ -190,10 +194,12 @@ class _Weight(NamedTuple):
         return self.array.at[*self.layer, columns]
 
 
-def _call(name: str, kernel, out_shapes, rows, *weights):
+def _call(name: str, kernel, out_shapes, rows, *weights, chunks: int = 1):
     """Runs a kernel on arrays [rows, features] of one shape and dtype, which the results have.
 
-    Weights [features] may be `Layered`.
+    Args:
+      weights: [features] each; may be `Layered`.
+      chunks: programs for the same rows.
     """
     shape, dtype = rows[0].shape, rows[0].dtype
     tile, arrays = _Tile(*shape), []
@@ -210,17 +216,17 @@ def _call(name: str, kernel, out_shapes, rows, *weights):
     wide = tile.chunks * tile.width
 
     def blocks(columns):
-        return pl.BlockSpec((tile.height, columns), lambda i: (i, 0))
+        return pl.BlockSpec((tile.height, columns), lambda i, _: (i, 0))
 
     call = pl.pallas_call(
         body,
         out_shape=[jax.ShapeDtypeStruct(its, dtype) for its in out_shapes],
-        grid=(pl.cdiv(tile.rows, tile.height),),
+        grid=(pl.cdiv(tile.rows, tile.height), chunks),
         in_specs=[
             *[blocks(wide) for _ in rows],
-            *[pl.BlockSpec(its.shape, lambda i, its=its: (0,) * its.ndim) for its in arrays],
+            *[pl.BlockSpec(its.shape, lambda i, _, its=its: (0,) * its.ndim) for its in arrays],
         ],
-        out_specs=[blocks(1 if its[1] == 1 else wide) for its in out_shapes],
+        out_specs=[blocks(wide if its == shape else its[1]) for its in out_shapes],
         compiler_params=plgpu.CompilerParams(num_warps=4 if tile.width <= BLOCK else 8),
         interpret=jax.default_backend() == "cpu",
         name=name,

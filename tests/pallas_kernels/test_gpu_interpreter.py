@@ -6,6 +6,7 @@ Wherever the interface lets memory hold anything, or nobody may read it, it hold
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -408,3 +409,23 @@ def test_rows_that_are_tiles(terms):
     tables = gpu_rows.unsorted(place)
     found = gpu_interpreter.interpret(case.compiled, tables, x[order], w, low, factors)
     assert_close(found, case.expect(*arguments)[order])
+
+
+@pytest.mark.parametrize(
+    "rows, groups, terms",
+    [
+        pytest.param(5, 1, (), marks=pytest.mark.slow),
+        (161, 1, (Term(0, 128, 16),)),
+        (70, 3, ()),
+        pytest.param(70, 3, (Term(0, 128, 8),), marks=pytest.mark.slow),
+    ],
+)
+def test_equal_groups(rows, groups, terms):
+    """Tiles follow from their number, without a table; rows past the groups are zeros."""
+    case = ProductCase(rows, 64, 128, terms, groups=groups)
+    sizes, slots = np.full(groups, rows // groups), np.arange(rows, dtype=np.int32) // 40 - 1
+    x, w, _, _, u, factors = arguments = case.arguments(sizes, slots)
+    tables = jax.jit(functools.partial(gpu_rows.tables, None, groups=groups))(slots)
+    low = case.packed(u) if terms else ()
+    found = gpu_interpreter.interpret(case.compiled, tables, x, w, low, factors)
+    assert_close(found, case.expect(*arguments))

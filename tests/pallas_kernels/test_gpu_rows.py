@@ -120,7 +120,7 @@ def check_runs(found: gpu_rows.Tables, place):
 
 def tiles_of(found: gpu_rows.Tiles, place, groups):
     """Row, number of rows and group of each tile; checks those without rows, which fill up."""
-    together = tiles_together(len(place), groups)
+    together = tiles_together(len(place) / groups, tile_height(len(place), groups))
     count, words = int(found.count[-1]), np.asarray(found.words).reshape(-1, TILE_WORDS)
     assert count <= len(words) == most_tiles(groups, len(place))
     assert count % together == 0
@@ -258,15 +258,17 @@ def test_equal_groups(rows, groups):
     place = places(group, slots, groups)
     check_runs(found, place)
     assert found.tiles is None and found.equal
-    check_tiles(tiles_without_table(rows, groups), place, groups)
+    tiles = tiles_without_table(rows, groups, tile_height(rows, groups))
+    check_tiles(tiles, place, groups)
     check_pieces(found, place)
 
 
-def tiles_without_table(rows, groups):
+def tiles_without_table(rows, groups, height):
     """What a product computes of tiles whose groups are equal, as a table."""
     words = np.zeros((most_tiles(groups, rows), TILE_WORDS), np.int32)
-    count = equal_tiles(rows, groups)
-    words[:count, :3] = np.stack(equal_tile(rows, groups, np.arange(count, dtype=np.int32)), axis=1)
+    count = equal_tiles(rows, groups, height, tiles_together(rows / groups, height))
+    number = np.arange(count, dtype=np.int32)
+    words[:count, :3] = np.stack(equal_tile(rows, groups, height, number), axis=1)
     return gpu_rows.Tiles(np.array([count]), words)
 
 

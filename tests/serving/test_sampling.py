@@ -31,6 +31,16 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, s
 SAMPLE = jax.jit(sample)
 
 
+@pytest.mark.parametrize("vocabulary", [151, 384, 1000])
+def test_the_first_of_the_largest(vocabulary):
+    """Looked for in parts of a row, whatever their number is; NaN is larger than any number."""
+    logits = np.random.default_rng(0).integers(0, 4, (16, vocabulary)).astype(np.float32)
+    logits[3], logits[4], logits[5, 70:90:9] = -np.inf, np.inf, np.nan
+    rows = SamplingRows(*(np.zeros(16, np.int32) for _ in SamplingRows._fields))
+    expected = np.argmax(logits, axis=1)
+    assert np.asarray(SAMPLE(logits, rows)).tolist() == expected.tolist()
+
+
 def allowed(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
     """float64 [V]: the probabilities that the filters leave, in order: top-k, top-p, min-p."""
     scaled = np.asarray(logits, np.float64) / temperature
