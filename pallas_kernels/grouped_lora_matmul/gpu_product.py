@@ -39,6 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.gpu_product_beside import ShrinkBeside
 from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
 from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import (
     InPlace,
@@ -50,9 +51,10 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout,
 from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
+from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
 from pallas_kernels.layered import layer_of, merged
@@ -63,12 +65,14 @@ class Terms(NamedTuple):
 
     Attributes:
       u: one for each term. factors: one [S, G or 1, R, width] each.
-      unmade: in place of u where every row is a tile of its own, and the kernel makes u.
+      unmade: in place of u where the kernel makes it.
+      beside: how it does, if not as `gpu_product_inner` says.
     """
 
     u: tuple[Columns, ...]
     factors: tuple[jax.Array, ...]
     unmade: tuple[Unmade, ...] = ()
+    beside: ShrinkLayout | None = None
 
 
 def product_kernel(
@@ -101,10 +105,13 @@ def product_kernel(
     layout = ProductLayout(
         x, w, terms, starts, firsts, schedule, contract, gate, tables, interpreted, out_dtype
     )
+    out_type = [jax.ShapeDtypeStruct((x.shape[0], whole_lines(layout.width, 64)), out_dtype)]
+    if layout.beside:
+        out_type.append(jax.ShapeDtypeStruct((x.shape[0], layout.beside.columns), x.dtype))
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
-        out_type=jax.ShapeDtypeStruct((x.shape[0], whole_lines(layout.width, 64)), out_dtype),
-        grid=(schedule.programs,),
+        out_type=out_type,
+        grid=(PROGRAMS if layout.beside else schedule.programs,),
         grid_names=("program",),
         num_threads=schedule.consumers + 1,
         thread_name="warpgroup",
@@ -132,7 +139,8 @@ def product_kernel(
         if count:
             factors[term] = jnp.pad(factors[term], ((0, 0), (0, 0), (count, 0), (0, 0)))
     tiles = (tables.place,) if tables.rows_alone else tables.tiles or ()
-    return kernel(*layers, *tiles, x, w, *lora, *factors)[:, : layout.width]
+    y, *_ = kernel(*layers, *tiles, x, w, *lora, *factors)
+    return y[:, : layout.width]
 
 
 def _body(
@@ -144,6 +152,7 @@ def _body(
     out,
     health=None,
     judged=None,
+    shrink=None,
     **scratch,
 ):
     s = layout.schedule
@@ -161,15 +170,25 @@ def _body(
     else:
         counts, words, *refs = refs
         count = counts[counts.shape[0] - 1]
+    u = ()
+    if layout.beside:
+        *refs, made = refs
+        u = (made,)
     x, w, *lora, y = refs
     total = count * layout.feature_tiles
     mine = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
     places, run_ends, *lora = lora if layout.terms else (None, None)
     lora = layout.lora_arrays(lora)
+    lora.u.extend(u)
     feed = TileFeed(
         layout, program, mine, words, places, run_ends, tile_words, tile_full, tile_empty
     )
     stages = Stages(layout, **scratch)
+    beside = None
+    if layout.beside:
+        shrink |= zip(("x_stage", "a_stage"), stages.of_shrink, strict=True)
+        rows = x, places, run_ends, made
+        beside = ShrinkBeside(layout.beside, program, layer, rows, lora.a, lora.scalings, shrink)
 
     def set_registers(action, count):
         if s.consumers > 1:
@@ -178,7 +197,7 @@ def _body(
     @pl.when(warpgroup == s.consumers)
     def _memory():
         set_registers("decrease", 56 if layout.in_place else 40)
-        memory = ProductMemory(feed, stages, x, w, lora, layer)
+        memory = ProductMemory(feed, stages, x, w, lora, layer, beside)
 
         def load(i, again, state):
             tile, step = state
@@ -213,3 +232,7 @@ def _body(
         for_tiles(layout, mine, compute, in_place and in_place.judge, jnp.int32(0))
         # Read is enough: the kernel's end makes what was stored visible.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    if beside:
+        pl.when(warpgroup == s.consumers)(beside.load)
+        pl.when(warpgroup == 0)(beside.compute)

@@ -70,11 +70,17 @@ class ProductLayout:
         self.slots_of_layer = tuple(merged(factor)[1] for factor in factors)
         self.layered = any(map(is_layered, (w, *factors, *itertools.chain(*unmade))))
         self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
-        self.inner = Inner(unmade, starts, self.widths, gate is not None) if unmade else None
+        self.beside = None if terms is None else terms.beside
+        self.inner = None
+        if unmade and self.beside is None:
+            self.inner = Inner(unmade, starts, self.widths, gate is not None)
         # Terms of one shrink are columns of one array: it is passed once, and described once.
         arrays = [] if terms is None else [id(u.array) for u in terms.u]
         self.u_array = tuple(list(dict.fromkeys(arrays)).index(its) for its in arrays)
         self.u_first = () if terms is None else tuple(u.first for u in terms.u)
+        if self.beside:
+            self.u_array = (0,) * self.terms
+            self.u_first = tuple(self.beside.first_columns)
         self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
         self.w_rows, before = self.parts * schedule.features, (0,) * self.terms
         # Rows of W, and of A after it, that follow each other: a block is any 64 of them.
@@ -110,8 +116,8 @@ class ProductLayout:
 
     def lora_arrays(self, references) -> LoraArrays:
         """What follows places and run ends among the kernel's operands."""
-        references, arrays = list(references), len(set(self.u_array))
-        made_here = self.terms if self.inner else 0
+        references, arrays = list(references), 0 if self.beside else len(set(self.u_array))
+        made_here = self.terms if self.inner or self.beside else 0
         counts = arrays, self.terms, made_here, made_here
         return LoraArrays(*([references.pop(0) for _ in range(count)] for count in counts))
 
@@ -119,7 +125,7 @@ class ProductLayout:
         s = self.schedule
         kind = "gated" if self.gate is not None else "product"
         lora = f"_r{max(self.ranks)}" if self.terms else ""
-        lora += "_shrink" if self.inner else ""
+        lora += "_shrink" if self.inner else "_beside" if self.beside else ""
         lora += f"_c{len(self.classes)}" if len(self.classes) > 1 else ""
         return f"lora_{kind}{lora}_k{self.k}_n{self.width}_f{s.features}_h{s.heights[-1]}"
 
@@ -142,6 +148,9 @@ class ProductLayout:
             b_shape = (s.stages * self.b_per_stage, r, b_features)
             b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
             w_uses.append([plgpu.SMEM(b_shape, self.dtype, transforms=b_tiles)])
+        if self.beside:
+            for uses, views in zip((x_uses, w_uses), self.beside.stage_views(), strict=True):
+                uses.append(views)
         scratch = dict(
             x_stage=overlaid(*x_uses, interpreted=self.interpreted),
             w_stage=overlaid(*w_uses, interpreted=self.interpreted),
@@ -169,6 +178,8 @@ class ProductLayout:
                 for tile in ((1, 64), (8, 64))
             ]
             scratch["own_u"] = overlaid(u_views, interpreted=self.interpreted)
+        if self.beside:
+            scratch["shrink"] = self.beside.scratch_beside()
         if self.in_place:
             scratch["health"] = plgpu.SMEM((s.consumers, 64), jnp.float32)
             scratch["judged"] = plgpu.Barrier(num_arrivals=s.consumers)
@@ -303,13 +314,16 @@ class Stages:
         uses = (2, 2) if layout.terms and not layout.inner else (2,)
         if layout.in_place and not layout.interpreted:
             uses = (*uses, 1)
+        shrink = (2,) if layout.beside else ()
         (self.x_load, self.x_tiles), *u_views = views_of(
-            x_stage, *uses, interpreted=layout.interpreted
+            x_stage, *uses, *shrink, interpreted=layout.interpreted
         )
         uses = (2, 1) if layout.terms else (2,)
         (self.w_load, self.w_tiles), *b_views = views_of(
-            w_stage, *uses, interpreted=layout.interpreted
+            w_stage, *uses, *shrink, interpreted=layout.interpreted
         )
+        # Those of x and of A, in a program that has a shrink in place of the product.
+        self.of_shrink = [views.pop() for views in (u_views, b_views)] if shrink else None
         if layout.inner:
             ((self.own_u, self.own_u_tiles),) = views_of(own_u, 2, interpreted=layout.interpreted)
         elif layout.terms:
@@ -368,7 +382,7 @@ class LoraArrays(NamedTuple):
 
     Attributes:
       u: the distinct arrays of u. b: the factor of each term.
-      a, scalings: of each term, where u is made here.
+      a, scalings: of each term, where u is made in this kernel.
     """
 
     u: list

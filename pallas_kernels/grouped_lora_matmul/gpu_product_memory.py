@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
+from pallas_kernels.grouped_lora_matmul.gpu_product_beside import ShrinkBeside
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import K_STEP, LoraArrays, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_rows import slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
@@ -20,12 +21,22 @@ class ProductMemory:
 
     Args:
       layer: of W and of adapters' arrays that have those of many layers.
+      beside: what makes u, where that is not there yet.
     """
 
-    def __init__(self, feed: TileFeed, stages: Stages, x, w, lora: LoraArrays, layer):
+    def __init__(
+        self,
+        feed: TileFeed,
+        stages: Stages,
+        x,
+        w,
+        lora: LoraArrays,
+        layer,
+        beside: ShrinkBeside | None,
+    ):
         self.layout, self.schedule = feed.layout, feed.schedule
         self.feed, self.stages, self.x, self.w = feed, stages, x, w
-        self.lora, self.layer = lora, layer
+        self.lora, self.layer, self.beside = lora, layer, beside
         self.first_group = layer * self.layout.groups_of_layer
         self.first_slots = [layer * count for count in self.layout.slots_of_layer]
 
@@ -48,6 +59,7 @@ class ProductMemory:
 
     def load_part(self, tile: Tile, step, wait=True):
         """Loads a tile or a part of it, whose words are waited for when they are needed."""
+        first_step = step
         depth, inner = self.schedule.depth, self.layout.inner
         # Of a row without an adapter: some A, which nobody uses.
         row_slot = jnp.maximum(slot_of(self.feed.places[tile.row]), 0) if inner else None
@@ -89,6 +101,9 @@ class ProductMemory:
         if not self.layout.terms:
             return step
         pl.when(wait)(lambda: self.feed.wait(tile))
+        if self.beside:
+            has_adapters = (self.feed.only_slot(tile) >= 0) | (self.feed.adapted_rows(tile) > 0)
+            pl.when((first_step == 0) & has_adapters)(self.beside.wait)
         if self.layout.in_place:
             count = self.load_whole_runs(tile, step)
         else:

@@ -26,6 +26,10 @@ DEPTH = 4  # blocks of 64 columns in one stage of a product of few tiles
 ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
 NARROWEST = 16  # features of a tile
 SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
+BLOCK_OF_ROWS = 8  # at most, of a unit of a shrink of few rows
+BYTES_BESIDE = 2 * BLOCK_OF_ROWS * 128  # of shared memory, that such a shrink has beside stages
+ENOUGH_BESIDE = 32  # programs without tiles of a product, for its shrink, and
+FEWEST_BESIDE = 24  # with tiles: a product of fewer does not last as long as its shrink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +96,7 @@ def product_schedule(
     contract: int = 2,
     made_ranks: int = 0,
     equal: bool = False,
+    beside: int = 0,
 ) -> ProductSchedule:
     """For `rows` rows over `groups` groups, `width` features in each of `parts` parts.
 
@@ -99,6 +104,7 @@ def product_schedule(
       out_bytes: of one element of the result. contract: see `product_kernel`.
       made_ranks: of u, where the product makes it.
       equal: whether groups have equally many rows: tiles of one group are of any height then.
+      beside: bytes of shared memory that a shrink has in the same program.
     """
     mean = rows / groups
     heights = _heights(rows, groups)
@@ -130,7 +136,7 @@ def product_schedule(
     stage = depth * (block_rows(w_rows, made_ranks, depth) + heights[-1]) * 128
     words = 4 * TILES * words_of_tile(heights)
     buffer = consumers * min(CHUNK, heights[-1]) * 64 * out_bytes
-    free = SHARED_MEMORY - _whole(words, ARRAY)
+    free = SHARED_MEMORY - _whole(words, ARRAY) - beside
     if heights[-1] >= TALL:
         free -= ARRAY  # whether its sums are finite
     if made_ranks:
@@ -288,7 +294,7 @@ def shrink_schedule(
         rank_blocks = -(-sum(owned) // 64)
     block = 1 if rows <= 2 * PROGRAMS else 2
     by_run = rows > BLOCKS_OF_ROWS
-    heights = (8, 16, 32, PIECE) if by_run else (8,)
+    heights = (8, 16, 32, PIECE) if by_run else (BLOCK_OF_ROWS,)
     stage = SHRINK_STEPS * (heights[-1] + 64 * rank_blocks) * 128
     free = SHARED_MEMORY - 2 * heights[-1] * 128
     units = rows if by_run else -(-rows // block) * (len(ranks) if apart else 1)
@@ -306,3 +312,29 @@ def shrink_schedule(
         min(12, free // stage),
         min(programs, units),
     )
+
+
+def shrink_beside(
+    shrink: ShrinkSchedule, row_units: int, a_blocks: int, product: ProductSchedule
+) -> ShrinkSchedule | None:
+    """The same by the programs for which its product has no tiles; None if they cannot have it.
+
+    Args:
+      shrink: in units that are blocks of rows. row_units: units with one row each. a_blocks: blocks
+        of 64 ranks of a unit. product: with the memory that is left beside stages.
+    """
+    height, programs = shrink.heights[-1], PROGRAMS - product.programs
+    # A shrink's stages take the place of the product's.
+    stages = min(
+        product.stages * product.depth * rows // (SHRINK_STEPS * needed)
+        for rows, needed in (
+            (max(64, product.features), 64 * a_blocks),
+            (product.heights[-1], height),
+        )
+    )
+    enough = programs >= ENOUGH_BESIDE and product.programs >= FEWEST_BESIDE
+    if not enough or stages < 2:
+        return None
+    # A block of rows may be one run, and takes as long as its rows alone if not.
+    block = min(height, -(-row_units // programs))
+    return dataclasses.replace(shrink, block=block, stages=min(stages, 12), programs=programs)

@@ -80,7 +80,7 @@ def shrink_kernel(
       `Columns` for each term, in x's dtype. Ranks past R, up to what the schedule's tile makes of
       the part's largest class, are zero.
     """
-    layout = _Layout(x, factors, scalings, firsts, starts, schedule, interpreted)
+    layout = ShrinkLayout(x, factors, scalings, firsts, starts, schedule, interpreted)
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
         out_type=jax.ShapeDtypeStruct((x.shape[0], layout.columns), x.dtype),
@@ -108,9 +108,7 @@ def shrink_kernel(
         *(merged(scaling.reshape(-1))[0] for scaling in scalings),
     )
     ranks = (factor.shape[2] for factor in factors)
-    return tuple(
-        Columns(u, layout.column_of(term % layout.parts), rank) for term, rank in enumerate(ranks)
-    )
+    return tuple(map(Columns, [u] * layout.terms, layout.first_columns, ranks))
 
 
 def widest_ranks(factors, classes: int) -> tuple[int, ...]:
@@ -140,8 +138,8 @@ class _Span(NamedTuple):
         return pl.cdiv(self.width, 64 * SHRINK_STEPS)
 
 
-class _Layout:
-    """Sizes of one kernel, and its memory."""
+class ShrinkLayout:
+    """Sizes of one shrink, and its memory."""
 
     def __init__(self, x, factors, scalings, firsts, starts, schedule, interpreted):
         self.interpreted = interpreted
@@ -192,18 +190,32 @@ class _Layout:
         """Where u of a part starts."""
         return self.first[part] + (64 * self.blocks * part if self.schedule.apart else 0)
 
+    @property
+    def first_columns(self) -> list[int]:
+        """Where u of each term starts."""
+        return [self.column_of(term % self.parts) for term in range(self.terms)]
+
     def terms_of(self, part):
         """(class, term) of each class of a part."""
         return zip(self.classes, range(part, self.terms, self.parts), strict=True)
 
     def scratch(self):
+        stages = zip(("x_stage", "a_stage"), self.stage_views(), strict=True)
+        rings = {name: overlaid(its, interpreted=self.interpreted) for name, its in stages}
+        return rings | self.scratch_beside()
+
+    def stage_views(self):
+        """Those of the stages of x, and of A."""
         s = self.schedule
         x_shape = (s.stages, SHRINK_STEPS, s.heights[-1], 64)
         a_shape = (s.stages, SHRINK_STEPS, 64 * self.a_blocks, 64)
+        return two_views(x_shape, self.dtype), two_views(a_shape, self.dtype)
+
+    def scratch_beside(self):
+        """What is not in the stages."""
+        s = self.schedule
         stores = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
         return dict(
-            x_stage=overlaid(two_views(x_shape, self.dtype), interpreted=self.interpreted),
-            a_stage=overlaid(two_views(a_shape, self.dtype), interpreted=self.interpreted),
             out=plgpu.SMEM((2, s.heights[-1], 64), self.dtype, transforms=stores),
             full=plgpu.Barrier(
                 num_arrivals=SHRINK_STEPS * (1 + self.parts_loaded), num_barriers=s.stages
@@ -220,7 +232,7 @@ class _Run(NamedTuple):
     rows: jax.Array
 
 
-def _body(layout: _Layout, *refs, **scratch):
+def _body(layout: ShrinkLayout, *refs, **scratch):
     s, terms = layout.schedule, layout.terms
     layer = jnp.int32(0)
     if layout.layered:
@@ -229,12 +241,12 @@ def _body(layout: _Layout, *refs, **scratch):
     x, place, run_end, piece_count, piece_row, *refs = refs
     factors, scalings, u = refs[:terms], refs[terms : 2 * terms], refs[-1]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    kernel = _Kernel(layout, layer, x, factors, scalings, u, **scratch)
+    kernel = Shrinker(layout, layer, x, factors, scalings, u, **scratch)
     if s.block is None:
         count = piece_count[piece_count.shape[0] - 1]
         for_runs = functools.partial(_for_pieces, layout, program, count, place, run_end, piece_row)
     else:
-        for_runs = functools.partial(_for_blocks, layout, program, place, run_end)
+        for_runs = functools.partial(for_blocks, layout, program, place, run_end)
 
     @pl.when(warpgroup == 1)
     def _memory():
@@ -246,7 +258,7 @@ def _body(layout: _Layout, *refs, **scratch):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _for_pieces(layout: _Layout, program, count, place, run_end, piece_row, handle):
+def _for_pieces(layout: ShrinkLayout, program, count, place, run_end, piece_row, handle):
     """handle(run, step) for each of a program's pieces.
 
     What is read of a piece is read while those before it are worked on.
@@ -270,7 +282,7 @@ def _for_pieces(layout: _Layout, program, count, place, run_end, piece_row, hand
     lax.fori_loop(0, _units_of_program(count, program, programs), unit, start)
 
 
-def _for_blocks(layout: _Layout, program, place, run_end, handle):
+def for_blocks(layout: ShrinkLayout, program, place, run_end, handle):
     """handle(run, step) for each adapted run of a program's blocks of rows."""
     s, apart = layout.schedule, jnp.int32(layout.parts_apart)
 
@@ -312,10 +324,23 @@ def _units_of_program(units, program, programs: int):
     return lax.div(units - program + (programs - 1), jnp.int32(programs))
 
 
-class _Kernel:
+class Shrinker:
     """The two roles of a program, over the kernel's references."""
 
-    def __init__(self, layout, layer, x, factors, scalings, u, x_stage, a_stage, out, full, empty):
+    def __init__(
+        self,
+        layout: ShrinkLayout,
+        layer,
+        x,
+        factors,
+        scalings,
+        u,
+        x_stage,
+        a_stage,
+        out,
+        full,
+        empty,
+    ):
         self.layout, self.schedule = layout, layout.schedule
         self.first_slots = [layer * count for count in layout.slots_of_layer]
         self.first_scalings = [layer * count for count in layout.scalings_of_layer]

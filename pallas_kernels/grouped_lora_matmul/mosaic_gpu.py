@@ -16,13 +16,22 @@ from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    BLOCKS_OF_ROWS,
+    BYTES_BESIDE,
+    ProductSchedule,
     packed_columns,
     product_schedule,
     rank_tile,
+    shrink_beside,
     shrink_schedule,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel, widest_ranks
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import (
+    ShrinkLayout,
+    shrink_kernel,
+    widest_ranks,
+)
 from pallas_kernels.grouped_lora_matmul.lora import classes_of
+from pallas_kernels.hopper.machine import has_all_programs
 from pallas_kernels.routing_plan.api import local_groups
 
 READS_LAYERS = True
@@ -89,33 +98,58 @@ def product(
         contract,
         equal=tables.equal,
     )
-    terms, made_ranks = None, 0
+    terms = None
     if factors:
         factors = tuple(map(_whole_ranks, factors))
-        terms, made_ranks = _terms(x, tables, u, factors, starts, firsts, gate, schedule)
-    schedule = schedule(made_ranks=made_ranks)
+        terms, schedule = _terms(x, tables, u, factors, starts, firsts, gate, schedule)
+    schedule = schedule()
     where = tuple(starts), tuple(firsts)
     return product_kernel(tables, x, w, terms, *where, schedule, contract, gate, out_dtype)
 
 
-def _terms(x, tables, u, factors, starts, firsts, gate, schedule) -> tuple[Terms, int]:
-    """The low-rank terms, and of how many ranks the kernel of this schedule makes u."""
+def _terms(x, tables, u, factors, starts, firsts, gate, schedule):
+    """The low-rank terms, and the product's schedule as a function, which makes u where it may."""
     if not isinstance(u[0], Unmade):
-        return Terms(tuple(u), factors), 0
+        return Terms(tuple(u), factors), schedule
     widths = tuple(factor.shape[3] for factor in factors)
-    inner = Inner(u, starts, widths, gate is not None)
-    if inner.fits(schedule(made_ranks=inner.used).features):
-        return Terms((), factors, tuple(u)), inner.used
+    if tables.rows_alone or x.shape[0] == 1:
+        inner = Inner(u, starts, widths, gate is not None)
+        its_schedule = functools.partial(schedule, made_ranks=inner.used)
+        if inner.fits(its_schedule().features):
+            return Terms((), factors, tuple(u)), its_schedule
     a, scalings = zip(*u, strict=True)
-    return Terms(shrink(x, tables, a, (0,) * len(a), scalings, firsts), factors), 0
+    its_schedule = functools.partial(schedule, beside=BYTES_BESIDE)
+    made = _beside(x, a, scalings, firsts, its_schedule()) if tables.equal else None
+    if made is not None:
+        return Terms((), factors, tuple(u), made), its_schedule
+    return Terms(shrink(x, tables, a, (0,) * len(a), scalings, firsts), factors), schedule
+
+
+def _beside(x, factors, scalings, firsts, product: ProductSchedule) -> ShrinkLayout | None:
+    """How u of all terms is made in the kernel of their product, if it can be."""
+    firsts = tuple(dict.fromkeys(firsts))
+    ranks = widest_ranks(factors, len(firsts))
+    tile, parts = rank_tile(max(ranks)), range(len(ranks))
+    if len(_packs(parts, ranks, tile)) > 1:
+        return None
+
+    def layout(schedule):
+        starts = (0,) * len(ranks)
+        return ShrinkLayout(x, factors, scalings, firsts, starts, schedule, False)
+
+    alone = layout(shrink_schedule(x.shape[0], ranks, tile, x.shape[1]))
+    row_units = x.shape[0] * alone.parts_apart
+    schedule = shrink_beside(alone.schedule, row_units, alone.a_blocks, product)
+    return None if schedule is None else layout(schedule)
 
 
 def shrink_for_product(x, tables: Tables, factors, starts, scalings, firsts):
-    """u of every term, or, where every row is a tile of its own, what a product makes it of."""
-    rows_alone = tables.rows_alone or x.shape[0] == 1
-    if not rows_alone or len(set(firsts)) > 1:
-        return shrink(x, tables, factors, starts, scalings, firsts)
-    return tuple(map(Unmade, *_whole_factors(factors, scalings)))
+    """u of every term, or, of few rows, what a product makes it of."""
+    rows = x.shape[0]
+    alone = (tables.rows_alone or rows == 1) and len(set(firsts)) == 1
+    if alone or (tables.equal and rows <= BLOCKS_OF_ROWS and has_all_programs()):
+        return tuple(map(Unmade, *_whole_factors(factors, scalings)))
+    return shrink(x, tables, factors, starts, scalings, firsts)
 
 
 def _whole_factors(factors, scalings):

@@ -27,6 +27,7 @@ SETTINGS = {
 TARGET = Path(__file__).parents[1] / "golden" / "h200.txtpb"
 REPORT = "REPORT "  # starts a line
 CLASSES = (6, 16), (2, 64)  # slots and rank of each
+FEW = 64  # tokens
 
 
 def calls(shape, tokens: int, rank: int, slots: int = 8):
@@ -131,6 +132,9 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     both = product_of_few(*of_token, hidden, (wide, wide), gate=shape.gate)
     yield "gate_up gated of one token", *both
     yield "down of one token", *product_of_few(*of_token, wide, (hidden,))
+    # Whose shrink is in their product's kernel.
+    yield "dense of few tokens", *dense(min(tokens, FEW), (4096, 512, 512))
+    yield "narrow of few tokens", *dense(min(tokens, FEW), (2048,))
     yield "dense of one token", *dense(1, (4096, 512, 512))
     yield "dense of many tokens", *dense(256, (4096, 512, 512))
     yield "narrow of one token", *dense(1, (2048,))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 31
+CALLS = 33
 # Gradients: what is needed before and after a unit's loop; one load is in the loop, over keys.
 MAY_SPILL = {  # bytes
     "attention gradients of queries": 144,
@@ -38,7 +38,11 @@ KERNELS = {
     "route": 0,  # Triton's: one for few rows, one for tiles and one for runs of many
 }
 # u of 64 ranks at most is made by the product of gate and up, or by one shrink.
-KERNELS_OF_MANY_RANKS = KERNELS | {"gate_up gated of one token": 2, "dense of many tokens": 3}
+KERNELS_OF_MANY_RANKS = KERNELS | {
+    "gate_up gated of one token": 2,
+    "dense of few tokens": 3,
+    "dense of many tokens": 3,
+}
 SPILL = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -82,6 +86,7 @@ def test_decode():
             "gate_up gated,gate_up float32,shrink,spread,route,"
             "gate_up gated of classes,shrink of classes,"
             "gate_up gated of one token,narrow of one token,"
+            "dense of few tokens,narrow of few tokens,"
             "attention of groups of three,attention of few,"
             "attention gradients of queries,attention gradients of keys",
         )

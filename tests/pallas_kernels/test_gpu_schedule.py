@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import jax
@@ -203,6 +205,58 @@ def test_products_that_cannot_make_u():
     assert not fits((0, 512), (512, 512), (40, 16), True)
 
 
+@pytest.mark.parametrize("rows", [2, 8, 32, 64, 96])
+@pytest.mark.parametrize("k, width, ranks", [(2048, 5120, (16, 16, 16)), (4096, 2048, (16,))])
+def test_shrinks_beside_products_of_few_rows(rows, k, width, ranks):
+    x = array(rows, k)
+    factors = tuple(array(8, 1, rank, k) for rank in ranks)
+    scalings = tuple(array(8, 1, dtype=jnp.float32) for _ in ranks)
+    of_product = functools.partial(gs.product_schedule, rows, 1, width, equal=True)
+    schedule = of_product(beside=gs.BYTES_BESIDE)
+    beside = mosaic_gpu._beside(x, factors, scalings, (0,) * len(ranks), schedule)
+    programs = beside.schedule.programs
+    # Who has tiles has no units, and the other way around; all are there at once.
+    assert programs + schedule.programs == MULTIPROCESSORS
+    assert beside.units <= rows * len(ranks) and beside.schedule.block <= gs.BLOCK_OF_ROWS
+    # What a product leaves to it costs the product no stage but for the smallest.
+    alone = of_product()
+    assert schedule == dataclasses.replace(alone, stages=schedule.stages)
+    assert schedule.stages >= min(3, alone.stages)
+    unmade = tuple(map(Unmade, factors, scalings))
+    widths = [width] if len(ranks) == 1 else [4096, 512, 512]
+    b = tuple(array(8, 1, *its) for its in zip(ranks, widths, strict=True))
+    starts = (0, 4096, 4608)[: len(ranks)]
+    layout = gpu_product_layout.ProductLayout(
+        x,
+        array(1, width, k),
+        gpu_product.Terms((), b, unmade, beside),
+        starts,
+        (0,) * len(ranks),
+        schedule,
+        2,
+        None,
+        dataclasses.replace(IN_TILES, equal=True),
+        False,
+        jnp.dtype(jnp.bfloat16),
+    )
+    scratch = layout.scratch()
+    own = scratch.pop("shrink")
+    assert sum(map(bytes_of, [*scratch.values(), *own.values()])) <= LIMIT
+    # The shrink's stages are no larger than the product's, in which they are.
+    stage = schedule.stages * schedule.depth
+    of_x, of_a = (bytes_of(views[0]) for views in beside.stage_views())
+    assert of_x <= stage * schedule.heights[-1] * 128
+    assert of_a <= stage * max(64, schedule.features) * 128
+
+
+def test_shrinks_that_have_no_programs_to_be_made_by():
+    factor, scaling = array(8, 128, 16, 2048), array(8, 128, dtype=jnp.float32)
+    for rows, groups, width in (512, 128, 768), (64, 1, 128), (32, 1, 16384):
+        schedule = gs.product_schedule(rows, groups, width, equal=groups == 1)
+        made = mosaic_gpu._beside(array(rows, 2048), (factor,), (scaling,), (0,), schedule)
+        assert made is None
+
+
 def check_shrink(rows, ranks, width):
     tile = gs.rank_tile(max(ranks))
     packs = mosaic_gpu._packs(range(len(ranks)), ranks, tile)
@@ -223,7 +277,7 @@ def check_pack(rows, ranks, tile, width, alone):
     assert 1 <= together <= 2
     # Loads of one stage overlap the products of another.
     assert schedule.stages >= 2
-    layout = gpu_shrink._Layout(
+    layout = gpu_shrink.ShrinkLayout(
         array(rows, width),
         [array(8, 1, rank, width) for rank in ranks],
         [array(8, 1, dtype=jnp.float32) for _ in ranks],
