@@ -59,7 +59,6 @@ class ProductMemory:
 
     def load_part(self, tile: Tile, step, wait=True):
         """Loads a tile or a part of it, whose words are waited for when they are needed."""
-        first_step = step
         depth, inner = self.schedule.depth, self.layout.inner
         # Of a row without an adapter: some A, which nobody uses.
         row_slot = jnp.maximum(slot_of(self.feed.places[tile.row]), 0) if inner else None
@@ -103,7 +102,7 @@ class ProductMemory:
         pl.when(wait)(lambda: self.feed.wait(tile))
         if self.beside:
             has_adapters = (self.feed.only_slot(tile) >= 0) | (self.feed.adapted_rows(tile) > 0)
-            pl.when((first_step == 0) & has_adapters)(self.beside.wait)
+            pl.when(has_adapters)(self.beside.wait)
         if self.layout.in_place:
             count = self.load_whole_runs(tile, step)
         else:

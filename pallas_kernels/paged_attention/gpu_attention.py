@@ -15,15 +15,13 @@ wholly past a row's position (or before its window) changes no bit of it. So bit
 the tile, the chunk or the batch. Values of positions that no row of the tile sees are set to zero,
 as they may be anything, and 0 x NaN is NaN.
 
-Where one warpgroup has all of O's columns, sums begin anew at every multiple of the split's size,
-and are joined in order (`gpu_join.py`). In a large batch a program has all of a unit's sequence and
-joins as it goes. In a small one units are runs of splits, as many as there are programs; they store
-each split's sums, and a second kernel joins them. Both do the same to a row, so bits do not depend
-on which it is, either.
+Sums begin anew at every multiple of the split's size, and are joined in order (`gpu_join.py`). In a
+large batch a program has all of a unit's sequence and joins as it goes. In a small one units are
+runs of splits, as many as there are programs; they store each split's sums, and a second kernel
+joins them. Both do the same to a row, so bits do not depend on which it is, either.
 
 With many columns of values (latents) two warpgroups have half of O's columns each, and take blocks
-in pairs (`gpu_partners.py`). Such sums are never split: one program has the whole sequence, of any
-length, with one running sum.
+in pairs (`gpu_partners.py`). They keep the sums before a split in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from pallas_kernels.paged_attention.gpu_consumer import Consumer
 from pallas_kernels.paged_attention.gpu_join import join_kernel
 from pallas_kernels.paged_attention.gpu_partners import Partner
 from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, ROWS, Sizes
-from pallas_kernels.paged_attention.gpu_splits import memory_of_sums
+from pallas_kernels.paged_attention.gpu_splits import memory_before, memory_of_sums
 from pallas_kernels.paged_attention.gpu_units import Loader, unit_at
 from pallas_kernels.paged_attention.tiles import first_of_tile, split_runs, token_tiles
 
@@ -70,10 +68,14 @@ def attention_kernel(sizes: Sizes, q, caches, view):
     if not s.boxes:
         q = q.reshape(s.tokens, s.parts, s.group, -1).swapaxes(0, 1).reshape(*shape, -1)
     columns = whole_lines(s.value_lines * LINE, LINE)
-    y = jax.ShapeDtypeStruct((*shape, columns), q.dtype)
+    results = [jax.ShapeDtypeStruct((*shape, columns), q.dtype)]
+    if s.spread:
+        results = memory_of_sums(s)
+    elif s.consumers > 1 and not one_split:
+        results.append(memory_before(s, programs))
     kernel = plgpu.kernel(
         functools.partial(_body, s, programs, len(caches), one_split),
-        out_type=memory_of_sums(s) if s.spread else [y],
+        out_type=results,
         grid=(programs,),
         grid_names=("program",),
         num_threads=s.warpgroups + 1,
@@ -118,7 +120,6 @@ def _scratch(s: Sizes, dtype):
             for cache, width in enumerate(s.widths)
         ],
         q_full=[plgpu.Barrier(num_arrivals=s.key_lines) for _ in range(s.tiles)],
-        scored=[plgpu.Barrier(num_arrivals=s.consumers) for _ in range(s.tiles)],
         stored=[plgpu.Barrier(num_arrivals=s.consumers, num_barriers=1) for _ in range(s.tiles)],
         full=[
             plgpu.Barrier(num_arrivals=BLOCK // s.copy * len(piece), num_barriers=s.stages)
@@ -126,13 +127,14 @@ def _scratch(s: Sizes, dtype):
         ],
         empty=[plgpu.Barrier(num_arrivals=s.tiles, num_barriers=s.stages) for _ in s.pieces(0)],
     )
-    if s.spread:
+    if s.spread and s.consumers == 1:
         half = (plgpu.TilingTransform((1, LINE // 2)), plgpu.SwizzleTransform(128))
         scratch["partial"] = plgpu.SMEM((s.value_lines, ROWS, LINE), jnp.float32, transforms=half)
     if s.consumers > 1:
         numbers = plgpu.SMEM((s.consumers, ROWS), jnp.float32)
-        scratch |= dict(maxima=numbers, totals=numbers)
+        scratch |= dict(maxima=numbers, totals=numbers, kept=[numbers, numbers])
         scratch["published"] = plgpu.Barrier(num_barriers=s.consumers)
+        scratch["scored"] = plgpu.Barrier(num_arrivals=s.consumers)
     elif s.interpreted:
         # The interpreter multiplies only what is in shared memory.
         scratch["weights"] = [plgpu.SMEM((ROWS, BLOCK), dtype) for _ in range(s.tiles)]

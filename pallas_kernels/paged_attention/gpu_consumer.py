@@ -38,7 +38,6 @@ class Consumer:
         q_stage,
         stages,
         q_full,
-        scored,
         stored,
         full,
         empty,
@@ -52,8 +51,7 @@ class Consumer:
         views = views_of(q_stage[self.tile], 2, 2, interpreted=sizes.interpreted)
         (self.q_load, self.q_stage), (self.out_store, self.out) = views
         self.stages, self.weights = stages, weights and weights[self.tile]
-        barriers = (q_full, scored, stored)
-        self.q_full, self.scored, self.stored = (of_tile[self.tile] for of_tile in barriers)
+        self.q_full, self.stored = q_full[self.tile], stored[self.tile]
         self.full, self.empty, self.cleared = full, empty, cleared
 
     def compute(self, unit: Unit, i, step):
@@ -68,14 +66,16 @@ class Consumer:
             first = jnp.maximum(unit.first_round, split * s.rounds)
             end = jnp.minimum(unit.end_round, (split + 1) * s.rounds)
             sums, step = lax.fori_loop(first, end, attend, (no_sums(s), step))
+            sums = self.whole(sums)
             if s.spread:
-                store_split(s, unit, split, sums, self.results, self.partial)
+                self.store_split(unit, split, sums)
                 return before, step
-            return join_split(before, sums), step
+            return self.join_split(unit, split, before, sums), step
 
         if self.one_split:
             start = no_sums(s), step
             sums, step = lax.fori_loop(unit.first_round, unit.end_round, attend, start)
+            sums = self.whole(sums)
         else:
             start = None if s.spread else no_sums(s), step
             sums, step = lax.fori_loop(unit.first_split, unit.end_split, attend_split, start)
@@ -85,6 +85,18 @@ class Consumer:
         else:
             self.finish(tile, sums)
         return step
+
+    def whole(self, sums: Sums) -> Sums:
+        """The sums with totals over the blocks of all consumers."""
+        return sums
+
+    def store_split(self, unit: Unit, split, sums: Sums):
+        store_split(self.sizes, unit, split, sums, self.results, self.partial)
+
+    def join_split(self, unit: Unit, split, before: Sums, sums: Sums) -> Sums:
+        """The sums up to the end of a split."""
+        del unit, split
+        return join_split(before, sums)
 
     def load_queries(self, tile: Unit, i):
         @pl.when(i > 0)
@@ -216,7 +228,7 @@ class Consumer:
 
     def finish(self, tile: Unit, sums: Sums):
         """Stores the weighted means; zeros for padding tokens."""
-        total = lax.broadcast_in_dim(self.whole_total(sums.total), (ROWS, LINE), [0])
+        total = lax.broadcast_in_dim(sums.total, (ROWS, LINE), [0])
         first = self.part * self.sizes.own_columns // LINE
         lines = lines_of(sums.values)
         for line, its in enumerate(lines, first):
@@ -226,15 +238,6 @@ class Consumer:
             self.store_line(tile, line)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.stored.at[0])
-
-    def whole_total(self, total):
-        """The rows' totals over the blocks of all consumers.
-
-        Nobody reads the queries any more then, whose place the result takes.
-        """
-        plgpu.barrier_arrive(self.scored)
-        plgpu.barrier_wait(self.scored)
-        return total
 
     def store_line(self, tile: Unit, line):
         s, y, columns = self.sizes, self.results[0], pl.ds(line * LINE, LINE)

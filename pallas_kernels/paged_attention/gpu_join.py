@@ -32,7 +32,9 @@ def factors(maximum, maximum_of_split):
 
 
 def joined(sums, factor, sums_of_split, factor_of_split):
-    return sums * factor + sums_of_split * factor_of_split
+    # Behind a barrier, or the compiler fuses one product with the addition here, the other there.
+    added = lax.optimization_barrier(sums_of_split * factor_of_split)
+    return sums * factor + added
 
 
 def mean(sums, total):
@@ -45,8 +47,8 @@ def join_kernel(sizes: Sizes, view, first_of_tile, sums, maxima, totals, dtype):
 
     Args:
       first_of_tile: int32 [T], the first token of each token's tile.
-      sums: float32 [parts, splits, T x group, columns in whole 128]; splits are counted from the
-        first that the tile sees.
+      sums: float32 [parts, splits, T x rows of sums, columns in whole 128]; splits are counted from
+        the first that the tile sees.
       maxima, totals: float32 [parts, splits, T x 64].
 
     Returns:
@@ -89,7 +91,7 @@ def _body(sizes: Sizes, request, positions, first_of_tile, sums, maxima, totals,
     def load(split):
         place = jnp.minimum(split, end - 1)
         row = first * ROWS + inside
-        its = plgpu.load(sums.at[part, place, first * s.group + inside], layout=layout)
+        its = plgpu.load(sums.at[part, place, first * s.rows_of_sums + inside], layout=layout)
         maximum = jnp.where(split < end, maxima[part, place, row], -jnp.inf)
         return its, maximum, totals[part, place, row]
 

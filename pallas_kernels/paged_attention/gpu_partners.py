@@ -17,22 +17,31 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.gpu_consumer import Consumer, scaled_to, weights_of
-from pallas_kernels.paged_attention.gpu_sizes import LINE
-from pallas_kernels.paged_attention.gpu_splits import Sums
+from pallas_kernels.paged_attention.gpu_join import factors, joined
+from pallas_kernels.paged_attention.gpu_sizes import LINE, ROWS
+from pallas_kernels.paged_attention.gpu_splits import (
+    PIECE,
+    Sums,
+    no_sums,
+    place_of_split,
+    store_numbers,
+)
 from pallas_kernels.paged_attention.gpu_units import Unit, stage_of
 
 
 class Partner(Consumer):
     """One of the two."""
 
-    def __init__(self, *arguments, maxima, totals, published, **scratch):
+    def __init__(self, *arguments, maxima, totals, kept, published, scored, **scratch):
         super().__init__(*arguments, **scratch)
         self.other = 1 - self.part
-        self.maxima, self.totals, self.published = maxima, totals, published
+        self.maxima, self.totals, self.kept = maxima, totals, kept
+        self.published, self.scored = published, scored
 
     def attend(self, unit: Unit, tile: Unit, positions, round_, state):
         sums, step = state
@@ -90,13 +99,80 @@ class Partner(Consumer):
         rotary = self.stages[self.sizes.value_cache + 1]
         return rotary.at[stage_of(self.sizes, step + owner), 0, :, pl.ds(0, LINE)]
 
-    def whole_total(self, total):
-        self.totals[self.part] = total
-        super().whole_total(total)
-        return _of_rows(self.totals.at[0]) + _of_rows(self.totals.at[1])
+    def whole(self, sums: Sums) -> Sums:
+        """The sums with both partners' totals. Nobody reads the queries any more then."""
+        self.totals[self.part] = sums.total
+        plgpu.barrier_arrive(self.scored)
+        plgpu.barrier_wait(self.scored)
+        total = _of_rows(self.totals.at[0]) + _of_rows(self.totals.at[1])
+        return sums._replace(total=total)
+
+    def store_split(self, unit: Unit, split, sums: Sums):
+        s, memory = self.sizes, self.results
+        if self.part == 0:
+            store_numbers(s, unit, split, sums, memory)
+        place, rows = place_of_split(s, unit, split), pl.ds(unit.token * ROWS, ROWS)
+        for number, its in enumerate(sums.values):
+            columns = pl.ds(self.part * s.own_columns + number * s.value_width, s.value_width)
+            memory[0].at[*place, rows, columns][...] = its
+
+    def join_split(self, unit: Unit, split, before: Sums, sums: Sums) -> Sums:
+        """In memory of this program's own are the sums before a split, and then with it."""
+        del before
+        is_first = split == unit.first_split
+        pl.when(is_first)(lambda: self.keep(no_sums(self.sizes)))
+        before, total_before = (_of_rows(its.at[self.part]) for its in self.kept)
+        maximum, *both = factors(before, sums.maximum)
+        total = joined(total_before, both[0], sums.total, both[1])
+        both = [lax.broadcast_in_dim(factor, (ROWS, PIECE), [0]) for factor in both]
+
+        def join(number, its):
+            # All loads before the first join, whose barrier they would wait for.
+            pieces = [(first, _of_piece(place)) for first, place in self.places(number)]
+            joint = [
+                joined(piece, both[0], its[:, first : first + PIECE], both[1])
+                for first, piece in pieces
+            ]
+            return jnp.concatenate(joint, axis=1)
+
+        values = lax.cond(
+            is_first,
+            lambda values: values,
+            lambda values: [join(*its) for its in enumerate(values)],
+            list(sums.values),
+        )
+        sums = Sums(maximum, total, tuple(values))
+
+        @pl.when(split + 1 < unit.end_split)
+        def _keep():
+            self.keep(sums)
+            for number, its in enumerate(values):
+                for first, place in self.places(number):
+                    place[...] = its[:, first : first + PIECE]
+
+        return sums
+
+    def keep(self, sums: Sums):
+        """The numbers of rows, in shared memory."""
+        for its, values in zip(self.kept, (sums.maximum, sums.total), strict=True):
+            its[self.part] = values
+        plgpu.commit_smem()
+
+    def places(self, number):
+        """Where in memory the columns of a product are, a few after each other."""
+        memory, width = self.results[1], self.sizes.value_width
+        of_program = memory.at[lax.axis_index("program")]
+        product = self.part * (self.sizes.own_columns // width) + number
+        for piece in range(width // PIECE):
+            yield piece * PIECE, of_program.at[product * (width // PIECE) + piece]
 
 
 def _of_rows(memory):
     """One number for each row."""
     numbers = plgpu.load(memory, layout=plgpu.Layout.WGMMA.reduce(1))
     return plgpu.layout_cast(numbers, plgpu.Layout.WGMMA.reduce(1))
+
+
+def _of_piece(memory):
+    """Some columns of all rows, from global memory."""
+    return plgpu.load(memory, layout=plgpu.Layout.WGMMA, optimized=False)

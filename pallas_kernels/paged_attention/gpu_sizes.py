@@ -18,9 +18,10 @@ LINES_OF_CONSUMER = 4  # of values: more do not fit into a warpgroup's registers
 LINES_OF_PIECE = 2
 MIN_STAGES, MOST_STAGES = 2, 6
 # Positions after which sums begin anew, to be joined: part of the contract, too. A join costs a
-# program 0.1 µs, where a block of 64 takes 0.8 µs. Sums of two consumers are never split: their
-# registers have no room for those of the splits before, and in memory these cost a quarter.
+# program 0.1 µs, where a block of 64 takes 0.8 µs. Two consumers' registers have no room for the
+# sums of the splits before, which are in memory: so their splits are longer.
 SPLIT = 256
+SHARED_SPLIT = 2048
 WORTH = 4  # rounds, one after another, that take as long as a kernel that joins
 MOST_BYTES = 1 << 28  # of partial sums in memory
 
@@ -42,7 +43,7 @@ class Sizes:
       key_lines: how many of them, from the first, are keys.
       value_cache: whose first `value_lines` lines are values.
       page: positions of a page. window: how many positions a token sees, its own included.
-      split: positions of a split, with one consumer.
+      split: positions of a split.
       spread: several programs share a sequence: they store partial sums of this many splits at
         most. 0: a program has all of it.
       tiles: tiles of 64 rows in a unit, each with a consumer of its own.
@@ -124,8 +125,6 @@ class Sizes:
 
     def splits(self, positions: int) -> int:
         """How many splits a tile may see where requests have up to so many positions."""
-        if self.consumers > 1:
-            return 1
         splits = -(-positions // self.split)
         if self.window is not None:
             splits = min(splits, (self.window + self.unit - 3) // self.split + 2)
@@ -139,10 +138,13 @@ class Sizes:
         seen = min(positions, (self.window or positions) + self.unit - 1)
         saved = -(-seen // self.round_size) - self.rounds
         idle = 4 * units <= 3 * programs
-        sums = 4 * splits * units * self.group * self.value_lines * LINE
+        sums = 4 * splits * units * self.rows_of_sums * self.value_lines * LINE
         spread = dataclasses.replace(self, spread=splits)
         faster = idle and saved >= WORTH and sums <= MOST_BYTES and spread.stages >= MIN_STAGES
         return spread if faster else self
+
+    def with_its_split(self) -> Sizes:
+        return dataclasses.replace(self, split=SPLIT if self.consumers == 1 else SHARED_SPLIT)
 
     def with_two_tiles(self) -> Sizes:
         """The same with two tiles a unit, if that is faster and fits; bits are the same."""
@@ -154,10 +156,18 @@ class Sizes:
     def stages(self) -> int:
         """Blocks in shared memory, a whole number for each consumer."""
         fixed = self.tiles * max(self.key_lines, self.value_lines) * LINE_BYTES
-        if self.spread:
+        if self.spread and self.consumers == 1:
             fixed += 2 * self.value_lines * LINE_BYTES
         stages = min(MOST_STAGES, (SHARED_MEMORY - fixed) // (sum(self.lines) * LINE_BYTES))
         return stages // self.consumers * self.consumers
+
+    @property
+    def rows_of_sums(self) -> int:
+        """Rows of a split's sums in memory, for each token.
+
+        Two consumers store whole tiles from their registers, which have no room beside them.
+        """
+        return ROWS if self.consumers > 1 else self.group
 
     @property
     def own_columns(self) -> int:
@@ -219,13 +229,13 @@ def grouped_sizes(q, k_pages, v_pages, scale, window, interpreted=False) -> Size
         scale=scale,
         interpreted=interpreted,
     )
-    return sizes.with_two_tiles()
+    return sizes.with_its_split().with_two_tiles()
 
 
 def latent_sizes(q_latent, latent_pages, rope_pages, scale, interpreted=False) -> Sizes:
     """Of `api.paged_latent_attention`: the latents are keys, with the rotary part, and values."""
     latent, rope = latent_pages.shape[2] // LINE, rope_pages.shape[2] // LINE
-    return Sizes(
+    sizes = Sizes(
         *q_latent.shape[:2],
         kv_heads=1,
         lines=(latent, rope),
@@ -237,3 +247,4 @@ def latent_sizes(q_latent, latent_pages, rope_pages, scale, interpreted=False) -
         scale=scale,
         interpreted=interpreted,
     )
+    return sizes.with_its_split()

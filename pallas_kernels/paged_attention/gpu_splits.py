@@ -15,6 +15,8 @@ from pallas_kernels.paged_attention.gpu_join import factors, joined
 from pallas_kernels.paged_attention.gpu_sizes import LINE, ROWS, Sizes
 from pallas_kernels.paged_attention.gpu_units import Unit
 
+PIECE = 8  # columns
+
 
 class Sums(NamedTuple):
     """Over some of the positions that each row sees.
@@ -52,7 +54,7 @@ def memory_of_sums(sizes: Sizes):
     s, columns = sizes, whole_lines(sizes.value_lines * LINE, LINE)
     columns += columns % (2 * LINE)
     numbers = s.parts, s.spread, s.tokens * ROWS
-    shapes = (s.parts, s.spread, s.tokens * s.group, columns), numbers, numbers
+    shapes = (s.parts, s.spread, s.tokens * s.rows_of_sums, columns), numbers, numbers
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 
@@ -65,13 +67,28 @@ def join_split(before: Sums, sums: Sums) -> Sums:
     return Sums(maximum, total, tuple(joined(its, both[0], new, both[1]) for its, new in pairs))
 
 
+def memory_before(sizes: Sizes, programs: int):
+    """The array for the values before a split, of programs that have no room for them.
+
+    A few columns of all rows follow each other there: what the threads of a warp have of them is
+    whole lines of memory.
+    """
+    pieces = sizes.value_lines * LINE // PIECE
+    return jax.ShapeDtypeStruct((programs, pieces, ROWS, PIECE), jnp.float32)
+
+
+def place_of_split(sizes: Sizes, unit: Unit, split):
+    """Which of `memory_of_sums` are the unit's, and a split's."""
+    first = jnp.int32(0)
+    if sizes.window is not None:
+        first = lax.div(unit.first, jnp.int32(sizes.split))
+    return unit.part, split - first
+
+
 def store_split(sizes: Sizes, unit: Unit, split, sums: Sums, memory, buffer):
     """Stores a split's sums in `memory_of_sums`; lines leave through a buffer."""
-    s, (lines, maxima, totals) = sizes, memory
-    first = jnp.int32(0) if s.window is None else lax.div(unit.first, jnp.int32(s.split))
-    place, rows = (unit.part, split - first), pl.ds(unit.token * ROWS, ROWS)
-    maxima.at[*place, rows][...] = sums.maximum
-    totals.at[*place, rows][...] = sums.total
+    s, lines, place = sizes, memory[0], place_of_split(sizes, unit, split)
+    store_numbers(s, unit, split, sums, memory)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for number, its in enumerate(lines_of(sums.values)):
         buffer.at[number][...] = its
@@ -80,3 +97,11 @@ def store_split(sizes: Sizes, unit: Unit, split, sums: Sums, memory, buffer):
     for number in range(s.value_lines):
         columns = pl.ds(number * LINE, LINE)
         store_rows(buffer.at[number], lines.at[*place], row, count, ROWS, columns)
+
+
+def store_numbers(sizes: Sizes, unit: Unit, split, sums: Sums, memory):
+    """Stores what a split has one number of for each row."""
+    _, maxima, totals = memory
+    place, rows = place_of_split(sizes, unit, split), pl.ds(unit.token * ROWS, ROWS)
+    maxima.at[*place, rows][...] = sums.maximum
+    totals.at[*place, rows][...] = sums.total

@@ -201,6 +201,8 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     queries = [array(tokens, 128, width) for width in (512, 64)]
     pages = [array(1024, 64, width) for width in (512, 64)]
     yield "latent attention", latent_attention, (*queries, *pages, *view)
+    queries = [array(8, 16, width) for width in (512, 64)]
+    yield "latent attention of few", latent_attention, (*queries, *pages, *few)
 
     places = -(-tokens // TILE) * TILE
     queries, keys = array(places, 32, 128), array(places, 4, 128)

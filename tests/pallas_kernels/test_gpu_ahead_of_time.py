@@ -24,15 +24,18 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 33
-# Gradients: what is needed before and after a unit's loop; one load is in the loop, over keys.
+CALLS = 34
+# What is needed before and after a unit's loop, or a split's; one load is in the loop, over keys,
+# and over rounds of latents.
 MAY_SPILL = {  # bytes
+    "latent attention": 128,
     "attention gradients of queries": 144,
     "attention gradients of keys": 64,
 }
 # Else one.
 KERNELS = {
     "attention of few": 2,
+    "latent attention of few": 2,
     "narrow float32 of few": 2,
     "dense of many tokens": 2,
     "route": 0,  # Triton's: one for few rows, one for tiles and one for runs of many
@@ -87,7 +90,7 @@ def test_decode():
             "gate_up gated of classes,shrink of classes,"
             "gate_up gated of one token,narrow of one token,"
             "dense of few tokens,narrow of few tokens,"
-            "attention of groups of three,attention of few,"
+            "attention of groups of three,attention of few,latent attention of few,"
             "attention gradients of queries,attention gradients of keys",
         )
     )

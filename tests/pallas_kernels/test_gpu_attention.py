@@ -205,6 +205,10 @@ SPLIT_CASES = {
         Case(2, 0, 64, 64, page=64, split=64),
         [(0, 127), (0, 128), (-1, 0)],
     ),
+    "latents shared by two": (
+        Case(2, 0, 384, 64, page=64, split=128),
+        [(0, 127), (0, 128), (-1, 0), (0, 149)],
+    ),
 }
 
 
@@ -213,7 +217,8 @@ SPLIT_CASES = {
     [
         pytest.param("grouped", marks=pytest.mark.slow),
         pytest.param("a window", marks=pytest.mark.slow),
-        "latents",
+        pytest.param("latents", marks=pytest.mark.slow),
+        "latents shared by two",
     ],
 )
 def test_bits_do_not_depend_on_who_has_a_split(name):
@@ -345,14 +350,15 @@ def test_tiles_share_blocks_where_there_are_many_tokens():
     assert tiles(512, 64, k_width=448) == 1  # memory has room for one block beside two tiles
 
 
-def test_only_latents_of_one_warpgroup_are_split():
+def test_splits_of_latents_that_two_warpgroups_share_are_longer():
     def sizes(width):
         array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
         pages = array((9, 64, width)), array((9, 64, 64))
         return gpu_sizes.latent_sizes(array((1, 16, width)), *pages, 1.0)
 
     assert sizes(256).splits(32768) == sizes(256).spread_over(32768, 132).spread == 128
-    assert sizes(512).splits(32768) == 1 and not sizes(512).spread_over(32768, 132).spread
+    assert sizes(512).splits(32768) == sizes(512).spread_over(32768, 132).spread == 16
+    assert sizes(512).splits(2048) == 1
 
 
 @pytest.mark.parametrize(
