@@ -18,7 +18,8 @@ as they may be anything, and 0 x NaN is NaN.
 Sums begin anew at every multiple of the split's size, and are joined in order (`gpu_join.py`). In a
 large batch a program has all of a unit's sequence and joins as it goes. In a small one units are
 runs of splits, as many as there are programs; they store each split's sums, and a second kernel
-joins them. Both do the same to a row, so bits do not depend on which it is, either.
+joins them. Both do the same to a row, so bits do not depend on which it is, either. A tile that
+sees one split has its result from the program that has it.
 
 With many columns of values (latents) two warpgroups have half of O's columns each, and take blocks
 in pairs (`gpu_partners.py`). They keep the sums before a split in memory.
@@ -70,7 +71,7 @@ def attention_kernel(sizes: Sizes, q, caches, view):
     columns = whole_lines(s.value_lines * LINE, LINE)
     results = [jax.ShapeDtypeStruct((*shape, columns), q.dtype)]
     if s.spread:
-        results = memory_of_sums(s)
+        results += memory_of_sums(s)
     elif s.consumers > 1 and not one_split:
         results.append(memory_before(s, programs))
     kernel = plgpu.kernel(
@@ -92,7 +93,7 @@ def attention_kernel(sizes: Sizes, q, caches, view):
     caches = (cache.reshape(-1, *cache.shape[2:]) for cache in caches)
     y, *rest = kernel(*tiles, view.page_tables, q, *caches)
     if s.spread:
-        y = join_kernel(s, view, first_of_tile(view, s.unit), y, *rest, q.dtype)
+        y = join_kernel(s, view, first_of_tile(view, s.unit), y, *rest)
     y = y[..., : s.value_lines * LINE]
     if not (s.spread or s.boxes):
         y = y.reshape(s.parts, s.tokens, s.group, -1).swapaxes(0, 1)

@@ -20,6 +20,8 @@ from pallas_kernels.paged_attention.gpu_splits import (
     join_split,
     lines_of,
     no_sums,
+    no_sums_to_join,
+    store_numbers,
     store_split,
 )
 from pallas_kernels.paged_attention.gpu_units import Unit, stage_of, tile_of
@@ -47,7 +49,7 @@ class Consumer:
     ):
         self.tile, self.part = divmod(number, sizes.consumers)
         self.sizes, self.one_split = sizes, one_split
-        self.q, self.results, self.partial = q, results, partial
+        self.q, self.y, self.memory, self.partial = q, results[0], results[1:], partial
         views = views_of(q_stage[self.tile], 2, 2, interpreted=sizes.interpreted)
         (self.q_load, self.q_stage), (self.out_store, self.out) = views
         self.stages, self.weights = stages, weights and weights[self.tile]
@@ -68,7 +70,9 @@ class Consumer:
             sums, step = lax.fori_loop(first, end, attend, (no_sums(s), step))
             sums = self.whole(sums)
             if s.spread:
-                self.store_split(unit, split, sums)
+                alone = unit.sees_one_split(s)
+                pl.when(alone)(lambda: self.store_alone(unit, tile, split, sums))
+                pl.when(~alone)(lambda: self.store_split(unit, split, sums))
                 return before, step
             return self.join_split(unit, split, before, sums), step
 
@@ -91,7 +95,13 @@ class Consumer:
         return sums
 
     def store_split(self, unit: Unit, split, sums: Sums):
-        store_split(self.sizes, unit, split, sums, self.results, self.partial)
+        store_split(self.sizes, unit, split, sums, self.memory, self.partial)
+
+    def store_alone(self, unit: Unit, tile: Unit, split, sums: Sums):
+        """The result of a tile that sees no other split, and word of it for who joins."""
+        if self.part == 0:
+            store_numbers(self.sizes, unit, split, no_sums_to_join(), self.memory)
+        self.store(tile, sums)
 
     def join_split(self, unit: Unit, split, before: Sums, sums: Sums) -> Sums:
         """The sums up to the end of a split."""
@@ -227,6 +237,11 @@ class Consumer:
             lax.fori_loop(0, s.value_width // LINE, clear, number)
 
     def finish(self, tile: Unit, sums: Sums):
+        self.store(tile, sums)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.stored.at[0])
+
+    def store(self, tile: Unit, sums: Sums):
         """Stores the weighted means; zeros for padding tokens."""
         total = lax.broadcast_in_dim(sums.total, (ROWS, LINE), [0])
         first = self.part * self.sizes.own_columns // LINE
@@ -236,11 +251,9 @@ class Consumer:
         plgpu.commit_smem()
         for line in range(first, first + len(lines)):
             self.store_line(tile, line)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.stored.at[0])
 
     def store_line(self, tile: Unit, line):
-        s, y, columns = self.sizes, self.results[0], pl.ds(line * LINE, LINE)
+        s, y, columns = self.sizes, self.y, pl.ds(line * LINE, LINE)
         rows, first, count = self.out_store.at[line], tile.token, tile.tokens
         if s.boxes:
             store_rows(rows, y, first, count, s.tile, self.heads_of(tile), columns)

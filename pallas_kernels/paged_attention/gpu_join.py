@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.gpu_sizes import ROWS, Sizes
 
 AHEAD = 16  # splits that are loaded together: each load takes longer than a join
 THREADS = 128
+NOTHING_TO_JOIN = -1.0  # in place of a row's total
 
 
 def factors(maximum, maximum_of_split):
@@ -42,11 +43,13 @@ def mean(sums, total):
     return jnp.where(total > 0, sums / total, jnp.zeros_like(sums)) + 0.0
 
 
-def join_kernel(sizes: Sizes, view, first_of_tile, sums, maxima, totals, dtype):
+def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals):
     """Joins what the programs of a spread sequence have stored.
 
     Args:
       first_of_tile: int32 [T], the first token of each token's tile.
+      found: [T, H, columns], or [parts, T x group, columns] without boxes: the results of tokens
+        whose total is NOTHING_TO_JOIN.
       sums: float32 [parts, splits, T x rows of sums, columns in whole 128]; splits are counted from
         the first that the tile sees.
       maxima, totals: float32 [parts, splits, T x 64].
@@ -55,9 +58,10 @@ def join_kernel(sizes: Sizes, view, first_of_tile, sums, maxima, totals, dtype):
       [T, H, columns of sums].
     """
     s, columns = sizes, sums.shape[-1]
+    found = jnp.pad(found, ((0, 0), (0, 0), (0, columns - found.shape[-1])))
     kernel = plgpu.kernel(
         functools.partial(_body, s),
-        out_type=jax.ShapeDtypeStruct((s.tokens, s.heads, columns), dtype),
+        out_type=jax.ShapeDtypeStruct((s.tokens, s.heads, columns), found.dtype),
         grid=(s.tokens, s.heads),
         grid_names=("token", "head"),
         compiler_params=plgpu.CompilerParams(
@@ -65,10 +69,10 @@ def join_kernel(sizes: Sizes, view, first_of_tile, sums, maxima, totals, dtype):
         ),
         kernel_name=f"{s.name()}_join",
     )
-    return kernel(view.request, view.positions, first_of_tile, sums, maxima, totals)
+    return kernel(view.request, view.positions, first_of_tile, found, sums, maxima, totals)
 
 
-def _body(sizes: Sizes, request, positions, first_of_tile, sums, maxima, totals, y):
+def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, totals, y):
     s, columns = sizes, y.shape[-1]
     token, head = lax.axis_index("token"), lax.axis_index("head")
     part, member = lax.div(head, jnp.int32(s.group)), lax.rem(head, jnp.int32(s.group))
@@ -111,4 +115,6 @@ def _body(sizes: Sizes, request, positions, first_of_tile, sums, maxima, totals,
     start = vector(0.0), vector(-jnp.inf), vector(0.0)
     times = lax.div(end - begin + (AHEAD - 1), jnp.int32(AHEAD))
     all_sums, _, total = lax.fori_loop(0, times, join, start)
-    y.at[token, head][...] = mean(all_sums, total).astype(y.dtype)
+    place = (token, head) if s.boxes else (part, token * s.group + member)
+    result = plgpu.load(found.at[place], layout=layout)
+    y.at[token, head][...] = jnp.where(total < 0, result, mean(all_sums, total).astype(y.dtype))

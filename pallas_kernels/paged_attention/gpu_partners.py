@@ -108,7 +108,7 @@ class Partner(Consumer):
         return sums._replace(total=total)
 
     def store_split(self, unit: Unit, split, sums: Sums):
-        s, memory = self.sizes, self.results
+        s, memory = self.sizes, self.memory
         if self.part == 0:
             store_numbers(s, unit, split, sums, memory)
         place, rows = place_of_split(s, unit, split), pl.ds(unit.token * ROWS, ROWS)
@@ -160,7 +160,7 @@ class Partner(Consumer):
 
     def places(self, number):
         """Where in memory the columns of a product are, a few after each other."""
-        memory, width = self.results[1], self.sizes.value_width
+        memory, width = self.memory[0], self.sizes.value_width
         of_program = memory.at[lax.axis_index("program")]
         product = self.part * (self.sizes.own_columns // width) + number
         for piece in range(width // PIECE):

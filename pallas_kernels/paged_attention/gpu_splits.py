@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.store import store_rows, whole_lines
-from pallas_kernels.paged_attention.gpu_join import factors, joined
+from pallas_kernels.paged_attention.gpu_join import NOTHING_TO_JOIN, factors, joined
 from pallas_kernels.paged_attention.gpu_sizes import LINE, ROWS, Sizes
 from pallas_kernels.paged_attention.gpu_units import Unit
 
@@ -41,6 +41,16 @@ def no_sums(sizes: Sizes) -> Sums:
             for _ in range(s.own_columns // s.value_width)
         ),
     )
+
+
+def no_sums_to_join() -> Sums:
+    """Numbers of rows that have their results: a total that no weights have."""
+    of_row = plgpu.Layout.WGMMA.reduce(1)
+    maximum, total = (
+        plgpu.layout_cast(jnp.full((ROWS,), number, jnp.float32), of_row)
+        for number in (0.0, NOTHING_TO_JOIN)
+    )
+    return Sums(maximum, total, ())
 
 
 def lines_of(values):

@@ -37,6 +37,10 @@ class Unit:
         """The position of the last token."""
         return self.position + self.tokens - 1
 
+    def sees_one_split(self, sizes: Sizes):
+        """Whether the tokens see no other split than one."""
+        return _floor(self.first, sizes.split) == _floor(self.last, sizes.split)
+
 
 def unit_at(sizes: Sizes, words, index) -> Unit:
     """The unit of this number; `words` are those of tiles, or of runs if sequences are spread."""
