@@ -1,0 +1,96 @@
+"""A dense layer of few rows: on Hopper its shrink is in the kernel of its product."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Lora, grouped_lora_matmul
+
+SLOTS = np.array([2, -1, 0, 1, 1, 0, 2, 2, 1, 0, -1])
+K, WIDTHS, RANK = 320, (1024, 512), 5
+
+
+@functools.cache
+def arguments():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, scale=1.0):
+        return (scale * rng.standard_normal(shape)).astype(jnp.bfloat16)
+
+    x, w = normal(len(SLOTS), K), normal(1, sum(WIDTHS), K, scale=K**-0.5)
+    lora = tuple(
+        Lora(
+            normal(3, 1, RANK, K, scale=K**-0.5),
+            normal(3, 1, RANK, width),
+            rng.standard_normal((3, 1)).astype(np.float32),
+        )
+        for width in WIDTHS
+    )
+    return x, w, lora
+
+
+@functools.cache
+def function(implementation):
+    def run(x, w, slots, lora):
+        return grouped_lora_matmul(
+            x, w, None, slots, lora, parts=WIDTHS, implementation=implementation
+        )
+
+    return jax.jit(run)
+
+
+def run(implementation, rows, lora):
+    x, w, _ = arguments()
+    y = function(implementation)(x[rows], w, SLOTS[rows].astype(np.int32), lora)
+    return np.asarray(y.view(jnp.uint16))
+
+
+def definition():
+    x, w, lora = jax.tree.map(lambda its: np.asarray(its, np.float64), arguments())
+    y = x @ w[0].T
+    for row in np.flatnonzero(SLOTS >= 0):
+        slot = SLOTS[row]
+        u = [its.scaling[slot, 0] * (its.a[slot, 0] @ x[row]) for its in lora]
+        u = [its.astype(jnp.bfloat16).astype(np.float64) for its in u]
+        y[row] += np.concatenate([its @ pair.b[slot, 0] for its, pair in zip(u, lora, strict=True)])
+    return y
+
+
+def test_equals_the_definition(implementation):
+    x, w, lora = arguments()
+    if implementation == "mosaic_gpu":
+        text = str(function(implementation).trace(x, w, SLOTS.astype(np.int32), lora).jaxpr)
+        assert "_beside_" in text and "lora_shrink" not in text
+    found = run(implementation, slice(None), lora).view(jnp.bfloat16).astype(np.float64)
+    expected = definition()
+    assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
+
+
+def test_bits_of_rows_alone_and_in_another_order(implementation):
+    lora = arguments()[2]
+    together = run(implementation, slice(None), lora)
+    order = np.random.default_rng(1).permutation(len(SLOTS))
+    assert np.array_equal(run(implementation, order, lora), together[order])
+    for row in (0, 1, 3):
+        assert np.array_equal(run(implementation, [row], lora), together[[row]])
+
+
+@pytest.mark.parametrize("field", ["a", "b", "scaling"])
+def test_a_poisoned_slot_stays_alone(implementation, field):
+    lora = arguments()[2]
+
+    def poisoned(pair):
+        array = np.array(getattr(pair, field))
+        array[1] = np.nan
+        return pair._replace(**{field: array})
+
+    together = run(implementation, slice(None), lora)
+    found = run(implementation, slice(None), tuple(map(poisoned, lora)))
+    others = SLOTS != 1
+    assert np.array_equal(found[others], together[others])
+    assert np.isnan(found[~others].view(jnp.bfloat16).astype(np.float32)).any()
