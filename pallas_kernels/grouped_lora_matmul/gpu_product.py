@@ -54,7 +54,6 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedu
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
-from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
 from pallas_kernels.layered import layer_of, merged
@@ -111,7 +110,7 @@ def product_kernel(
     kernel = plgpu.kernel(
         functools.partial(_body, layout),
         out_type=out_type,
-        grid=(PROGRAMS if layout.beside else schedule.programs,),
+        grid=(layout.first_program + schedule.programs,),
         grid_names=("program",),
         num_threads=schedule.consumers + 1,
         thread_name="warpgroup",
@@ -176,17 +175,20 @@ def _body(
         u = (made,)
     x, w, *lora, y = refs
     total = count * layout.feature_tiles
-    mine = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
+    # Those before the first have a shrink, and no tiles.
+    number = jnp.maximum(program - layout.first_program, 0)
+    mine = lax.div(total - number + (s.programs - 1), jnp.int32(s.programs))
+    mine = jnp.where(program < layout.first_program, 0, mine)
     places, run_ends, *lora = lora if layout.terms else (None, None)
     lora = layout.lora_arrays(lora)
     lora.u.extend(u)
     feed = TileFeed(
-        layout, program, mine, words, places, run_ends, tile_words, tile_full, tile_empty
+        layout, number, mine, words, places, run_ends, tile_words, tile_full, tile_empty
     )
     stages = Stages(layout, **scratch)
     beside = None
     if layout.beside:
-        shrink |= zip(("x_stage", "a_stage"), stages.of_shrink, strict=True)
+        shrink |= zip(("x_views", "a_views"), stages.of_shrink, strict=True)
         rows = x, places, run_ends, made
         beside = ShrinkBeside(layout.beside, program, layer, rows, lora.a, lora.scalings, shrink)
 

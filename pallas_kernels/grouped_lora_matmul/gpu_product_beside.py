@@ -3,12 +3,12 @@
 A dense layer of few rows is less than a tile for each program, and its shrink, as a kernel of its
 own, is over when it has hardly begun. Together one's loads hide the other's:
 
-    programs with tiles     load W, x    multiply ...              wait, load u and B    add u·B
-    the others              load A, x    multiply, store u, say so
+    the first programs      load A, x    multiply, store u, say so
+    those with tiles        load W, x    multiply ...              wait, load u and B    add u·B
 
 u goes through memory, as all programs need all of it. A program that has made some of it says so
-once, and before its first low-rank step a program waits for all that make any. So all programs have
-to be there at once, one on each multiprocessor.
+once, and before the low-rank steps of a tile a program waits for all that make any. Programs begin
+in order, and who makes u waits for nobody: so they need not all be there at once.
 """
 
 from __future__ import annotations
@@ -19,30 +19,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Shrinker, ShrinkLayout, for_blocks
-from pallas_kernels.hopper.machine import PROGRAMS
 
 
 class ShrinkBeside:
     """The shrink of one program.
 
     Args:
-      program: its number in the grid; the last ones of all have units.
+      program: its number in the grid.
       rows: references to x, the place and run end of each row, and u.
       a, scalings: of each term. scratch: the shrink's.
     """
 
     def __init__(self, layout: ShrinkLayout, program, layer, rows, a, scalings, scratch):
         x, place, run_end, u = rows
-        programs = layout.schedule.programs
-        self.program = program - (PROGRAMS - programs)
-        self.makers = min(programs, layout.units)
+        self.makers = min(layout.schedule.programs, layout.units)
+        self.makes_some = program < self.makers
         self.shrinker = Shrinker(layout, layer, x, a, scalings, u, **scratch)
-        self.for_runs = functools.partial(for_blocks, layout, self.program, place, run_end)
-        self.arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
-
-    @property
-    def makes_some(self):
-        return (self.program >= 0) & (self.program < self.makers)
+        self.for_runs = functools.partial(for_blocks, layout, program, place, run_end)
+        # The interpreter has none, and runs programs one after the other.
+        self.arrived = None
+        if not layout.interpreted:
+            self.arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
 
     def load(self):
         pl.when(self.makes_some)(lambda: self.for_runs(self.shrinker.load_run))
@@ -52,8 +49,10 @@ class ShrinkBeside:
         def _make():
             self.for_runs(self.shrinker.compute_run)
             plgpu.wait_smem_to_gmem(0)
-            plgpu.semaphore_signal(self.arrived, memory_scope="gpu")
+            if self.arrived is not None:
+                plgpu.semaphore_signal(self.arrived, memory_scope="gpu")
 
     def wait(self):
         """Until all of u is in memory."""
-        plgpu.semaphore_wait(self.arrived, self.makers, decrement=False, memory_scope="gpu")
+        if self.arrived is not None:
+            plgpu.semaphore_wait(self.arrived, self.makers, decrement=False, memory_scope="gpu")

@@ -81,6 +81,7 @@ class ProductLayout:
         if self.beside:
             self.u_array = (0,) * self.terms
             self.u_first = tuple(self.beside.first_columns)
+        self.first_program = self.beside.schedule.programs if self.beside else 0
         self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
         self.w_rows, before = self.parts * schedule.features, (0,) * self.terms
         # Rows of W, and of A after it, that follow each other: a block is any 64 of them.

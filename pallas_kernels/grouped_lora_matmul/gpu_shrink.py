@@ -241,7 +241,13 @@ def _body(layout: ShrinkLayout, *refs, **scratch):
     x, place, run_end, piece_count, piece_row, *refs = refs
     factors, scalings, u = refs[:terms], refs[terms : 2 * terms], refs[-1]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    kernel = Shrinker(layout, layer, x, factors, scalings, u, **scratch)
+    views = {
+        f"{name}_views": views_of(scratch.pop(f"{name}_stage"), 2, interpreted=layout.interpreted)[
+            0
+        ]
+        for name in ("x", "a")
+    }
+    kernel = Shrinker(layout, layer, x, factors, scalings, u, **views, **scratch)
     if s.block is None:
         count = piece_count[piece_count.shape[0] - 1]
         for_runs = functools.partial(_for_pieces, layout, program, count, place, run_end, piece_row)
@@ -325,7 +331,11 @@ def _units_of_program(units, program, programs: int):
 
 
 class Shrinker:
-    """The two roles of a program, over the kernel's references."""
+    """The two roles of a program, over the kernel's references.
+
+    Args:
+      x_views, a_views: of the stages: what copies write, what products read.
+    """
 
     def __init__(
         self,
@@ -335,8 +345,8 @@ class Shrinker:
         factors,
         scalings,
         u,
-        x_stage,
-        a_stage,
+        x_views,
+        a_views,
         out,
         full,
         empty,
@@ -345,8 +355,7 @@ class Shrinker:
         self.first_slots = [layer * count for count in layout.slots_of_layer]
         self.first_scalings = [layer * count for count in layout.scalings_of_layer]
         self.x, self.factors, self.scalings, self.u = x, factors, scalings, u
-        ((self.x_load, self.x_tiles),) = views_of(x_stage, 2, interpreted=layout.interpreted)
-        ((self.a_load, self.a_tiles),) = views_of(a_stage, 2, interpreted=layout.interpreted)
+        (self.x_load, self.x_tiles), (self.a_load, self.a_tiles) = x_views, a_views
         self.out, self.full, self.empty = out, full, empty
 
     def stage_of(self, step):

@@ -31,7 +31,6 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink import (
     widest_ranks,
 )
 from pallas_kernels.grouped_lora_matmul.lora import classes_of
-from pallas_kernels.hopper.machine import has_all_programs
 from pallas_kernels.routing_plan.api import local_groups
 
 READS_LAYERS = True
@@ -147,7 +146,7 @@ def shrink_for_product(x, tables: Tables, factors, starts, scalings, firsts):
     """u of every term, or, of few rows, what a product makes it of."""
     rows = x.shape[0]
     alone = (tables.rows_alone or rows == 1) and len(set(firsts)) == 1
-    if alone or (tables.equal and rows <= BLOCKS_OF_ROWS and has_all_programs()):
+    if alone or (tables.equal and rows <= BLOCKS_OF_ROWS):
         return tuple(map(Unmade, *_whole_factors(factors, scalings)))
     return shrink(x, tables, factors, starts, scalings, firsts)
 

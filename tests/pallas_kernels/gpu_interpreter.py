@@ -23,12 +23,13 @@ from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    BYTES_BESIDE,
     packed_columns,
     product_schedule,
     rank_tile,
     shrink_schedule,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, ShrinkLayout, shrink_kernel
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.product_cases import ProductSizes, Term
@@ -41,11 +42,11 @@ DEVICE = AbstractMesh(
 
 
 @contextlib.contextmanager
-def interpreter():
+def interpreter(detect_races: bool = True):
     """Interprets the one kernel that runs inside, and fails if it races."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
-    params = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
+    params = plgpu.InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")
     ended = functools.partialmethod(_deallocate, shared_memory.Barrier.deallocate)
     try:
         with (
@@ -70,9 +71,9 @@ def _deallocate(barrier, original):
     original(barrier)
 
 
-def interpret(function, *arguments):
+def interpret(function, *arguments, detect_races: bool = True):
     """Results of a jitted function with one kernel, as NumPy arrays."""
-    with interpreter():
+    with interpreter(detect_races):
         return jax.tree.map(np.asarray, function(*arguments))
 
 
@@ -179,6 +180,8 @@ class ProductCase(ProductSizes):
 class InnerCase(ProductCase):
     """A product of rows that are a tile each, in any order of groups, which makes u itself."""
 
+    detect_races: bool = True
+
     @functools.cached_property
     def compiled(self):
         width = self.n // (1 if self.gate is None else 2)
@@ -231,14 +234,16 @@ class InnerCase(ProductCase):
             unused = ~(used.any(1, keepdims=True) if term.shared else used)
             for its in (a[-1], b[-1]):
                 its[unused] = np.nan
-        place = np.asarray(gpu_rows.place_of(group, row_slots, self.groups), np.int32)
         unmade, factors = tuple(map(Unmade, a, scalings)), tuple(b)
-        tables = gpu_rows.Tables(
-            place, np.arange(1, self.rows + 1, dtype=np.int32), gpu_rows.Pieces(place, place), None
-        )
+        tables = self.tables(group, row_slots)
         arguments = in_layers((w, unmade, factors)) if self.layered else (w, unmade, factors)
-        found = interpret(self.compiled, tables, x, *arguments)
+        found = interpret(self.compiled, tables, x, *arguments, detect_races=self.detect_races)
         return found, self.of_rows(x, w, a, b, scalings, group, row_slots)
+
+    def tables(self, group, row_slots):
+        place = np.asarray(gpu_rows.place_of(group, row_slots, self.groups), np.int32)
+        end = np.arange(1, self.rows + 1, dtype=np.int32)
+        return gpu_rows.Tables(place, end, gpu_rows.Pieces(place, place), None)
 
     def of_rows(self, x, w, a, b, scalings, group, row_slots):
         """The definition, row by row, of whole numbers of groups and slots."""
@@ -260,6 +265,48 @@ class InnerCase(ProductCase):
             half.astype(jnp.bfloat16).astype(np.float32) for half in np.split(y, 2, axis=1)
         )
         return np.asarray(gated(left, right, self.gate), np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class BesideCase(InnerCase):
+    """A dense layer of few rows whose first programs make u; `block` rows are a unit of theirs.
+
+    The interpreter has no semaphores, and so takes the others' reading of u for a race. They do
+    read it later, as programs run one after the other.
+    """
+
+    groups: int = 1
+    block: int = 2
+    detect_races: bool = False
+
+    @functools.cached_property
+    def compiled(self):
+        ranks = tuple(term.rank for term in self.terms)
+        tile, starts = rank_tile(max(ranks)), (0,) * len(ranks)
+        shrink = shrink_schedule(self.rows, ranks, tile, self.k)
+        shrink = dataclasses.replace(shrink, block=self.block, stages=2, programs=PROGRAMS)
+        schedule = product_schedule(self.rows, 1, self.n, equal=True, beside=BYTES_BESIDE)
+        schedule = dataclasses.replace(schedule, **dict(self.cut))
+
+        @jax.jit
+        def product(tables, x, w, unmade, factors):
+            a, scalings = zip(*unmade, strict=True)
+            beside = ShrinkLayout(x, a, scalings, (0,), starts, shrink, True)
+            return product_kernel(
+                tables,
+                x,
+                w,
+                Terms((), factors, unmade, beside),
+                schedule=schedule,
+                **(self.static | self.of_terms),
+                out_dtype=jnp.dtype(self.out_dtype),
+                interpreted=True,
+            )
+
+        return product
+
+    def tables(self, group, row_slots):
+        return gpu_rows.tables(None, jnp.asarray(row_slots, jnp.int32), 1)
 
 
 @dataclasses.dataclass(frozen=True)

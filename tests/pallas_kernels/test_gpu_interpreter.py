@@ -25,7 +25,13 @@ if not hasattr(plgpu, "force_gpu_interpret_mode"):
     pytest.skip("the Mosaic GPU interpreter needs jax >= 0.11", allow_module_level=True)
 
 from tests.pallas_kernels import gpu_interpreter
-from tests.pallas_kernels.gpu_interpreter import InnerCase, ProductCase, ShrinkCase, normal
+from tests.pallas_kernels.gpu_interpreter import (
+    BesideCase,
+    InnerCase,
+    ProductCase,
+    ShrinkCase,
+    normal,
+)
 from tests.pallas_kernels.product_cases import Term
 from tests.pallas_kernels.tpu_cases import batches
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
@@ -146,6 +152,12 @@ SLOW_INNER = {
 }
 
 
+BESIDE = {
+    "parts": BesideCase(11, 320, 192, (Term(0, 128, 16), Term(128, 64, 8))),
+    "a layer of several": BesideCase(5, 64, 128, (Term(0, 128, 24),), layered=True, block=1),
+}
+
+
 def check_inner(case: InnerCase, data, seed=0):
     groups = data.draw(
         st.lists(st.integers(0, case.groups), min_size=case.rows, max_size=case.rows)
@@ -172,6 +184,18 @@ def test_product_that_makes_u(name, data):
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_many_products_that_make_u(name, data, seed):
     check_inner((INNER | SLOW_INNER)[name], data, seed)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@settings(QUICK, max_examples=2)
+@given(data=st.data())
+def test_product_beside_its_shrink(name, data):
+    case = BESIDE[name]
+    slots = data.draw(
+        st.lists(st.integers(-1, case.slots - 1), min_size=case.rows, max_size=case.rows)
+    )
+    found, expected = case.check(np.zeros(case.rows, np.int32), np.asarray(slots))
+    assert_close(found, expected)
 
 
 def check_shrink(case: ShrinkCase, batch, seed=0):
