@@ -100,13 +100,14 @@ def product(
     terms = None
     if factors:
         factors = tuple(map(_whole_ranks, factors))
-        terms, schedule = _terms(x, tables, u, factors, starts, firsts, gate, schedule)
+        is_dense = tables.equal and w.shape[0] == 1
+        terms, schedule = _terms(x, tables, u, factors, starts, firsts, gate, schedule, is_dense)
     schedule = schedule()
     where = tuple(starts), tuple(firsts)
     return product_kernel(tables, x, w, terms, *where, schedule, contract, gate, out_dtype)
 
 
-def _terms(x, tables, u, factors, starts, firsts, gate, schedule):
+def _terms(x, tables, u, factors, starts, firsts, gate, schedule, is_dense):
     """The low-rank terms, and the product's schedule as a function, which makes u where it may."""
     if not isinstance(u[0], Unmade):
         return Terms(tuple(u), factors), schedule
@@ -118,7 +119,7 @@ def _terms(x, tables, u, factors, starts, firsts, gate, schedule):
             return Terms((), factors, tuple(u)), its_schedule
     a, scalings = zip(*u, strict=True)
     its_schedule = functools.partial(schedule, beside=BYTES_BESIDE)
-    made = _beside(x, a, scalings, firsts, its_schedule()) if tables.equal else None
+    made = _beside(x, a, scalings, firsts, its_schedule()) if is_dense else None
     if made is not None:
         return Terms((), factors, tuple(u), made), its_schedule
     return Terms(shrink(x, tables, a, (0,) * len(a), scalings, firsts), factors), schedule

@@ -269,7 +269,7 @@ class InnerCase(ProductCase):
 
 @dataclasses.dataclass(frozen=True)
 class BesideCase(InnerCase):
-    """A dense layer of few rows whose first programs make u; `block` rows are a unit of theirs.
+    """Few rows, in equal groups, whose first programs make u; `block` rows are a unit of theirs.
 
     The interpreter has no semaphores, and so takes the others' reading of u for a race. They do
     read it later, as programs run one after the other.
@@ -285,7 +285,7 @@ class BesideCase(InnerCase):
         tile, starts = rank_tile(max(ranks)), (0,) * len(ranks)
         shrink = shrink_schedule(self.rows, ranks, tile, self.k)
         shrink = dataclasses.replace(shrink, block=self.block, stages=2, programs=PROGRAMS)
-        schedule = product_schedule(self.rows, 1, self.n, equal=True, beside=BYTES_BESIDE)
+        schedule = product_schedule(self.rows, self.groups, self.n, equal=True, beside=BYTES_BESIDE)
         schedule = dataclasses.replace(schedule, **dict(self.cut))
 
         @jax.jit
@@ -306,7 +306,7 @@ class BesideCase(InnerCase):
         return product
 
     def tables(self, group, row_slots):
-        return gpu_rows.tables(None, jnp.asarray(row_slots, jnp.int32), 1)
+        return gpu_rows.tables(None, jnp.asarray(row_slots, jnp.int32), self.groups)
 
 
 @dataclasses.dataclass(frozen=True)

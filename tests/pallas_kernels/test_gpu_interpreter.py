@@ -155,6 +155,7 @@ SLOW_INNER = {
 BESIDE = {
     "parts": BesideCase(11, 320, 192, (Term(0, 128, 16), Term(128, 64, 8))),
     "a layer of several": BesideCase(5, 64, 128, (Term(0, 128, 24),), layered=True, block=1),
+    "heads": BesideCase(12, 64, 128, (Term(0, 128, 8),), groups=3, block=3),
 }
 
 
@@ -194,7 +195,8 @@ def test_product_beside_its_shrink(name, data):
     slots = data.draw(
         st.lists(st.integers(-1, case.slots - 1), min_size=case.rows, max_size=case.rows)
     )
-    found, expected = case.check(np.zeros(case.rows, np.int32), np.asarray(slots))
+    groups = np.repeat(np.arange(case.groups), case.rows // case.groups)
+    found, expected = case.check(groups, np.asarray(slots))
     assert_close(found, expected)
 
 
