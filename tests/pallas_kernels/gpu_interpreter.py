@@ -285,7 +285,9 @@ class BesideCase(InnerCase):
         tile, starts = rank_tile(max(ranks)), (0,) * len(ranks)
         shrink = shrink_schedule(self.rows, ranks, tile, self.k)
         shrink = dataclasses.replace(shrink, block=self.block, stages=2, programs=PROGRAMS)
-        schedule = product_schedule(self.rows, self.groups, self.n, equal=True, beside=BYTES_BESIDE)
+        parts = 1 if self.gate is None else 2
+        sizes = self.rows, self.groups, self.n // parts, parts
+        schedule = product_schedule(*sizes, equal=True, beside=BYTES_BESIDE)
         schedule = dataclasses.replace(schedule, **dict(self.cut))
 
         @jax.jit

@@ -155,6 +155,7 @@ SLOW_INNER = {
 BESIDE = {
     "parts": BesideCase(11, 320, 192, (Term(0, 128, 16), Term(128, 64, 8))),
     "a layer of several": BesideCase(5, 64, 128, (Term(0, 128, 24),), layered=True, block=1),
+    "gated": BesideCase(3, 128, 256, (Term(0, 128, 8), Term(128, 128, 24)), gate=Gate()),
     "heads": BesideCase(12, 64, 128, (Term(0, 128, 8),), groups=3, block=3),
 }
 
