@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import packed_columns, rank_tile
+from pallas_kernels.hopper.memory import from_first
 from pallas_kernels.layered import is_layered, merged
 
 RANKS = 64  # of all terms of a tile, at most: a block of features
@@ -97,7 +98,7 @@ class Inner:
                 factors[term].at[
                     layer * self.slots_of_layer[term] + slot,
                     group,
-                    pl.ds(0, self.owned),
+                    from_first(self.owned),
                     pl.ds(column, 64),
                 ],
                 target.at[pl.ds(first_row + self.first[term], self.owned)],

@@ -34,7 +34,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     ShrinkSchedule,
     packed_columns,
 )
-from pallas_kernels.hopper.memory import overlaid, two_views, views_of
+from pallas_kernels.hopper.memory import from_first, overlaid, two_views, views_of
 from pallas_kernels.hopper.store import store_rows
 from pallas_kernels.layered import is_layered, layer_of, merged
 
@@ -397,7 +397,7 @@ class Shrinker:
         def load_factor(part, term, slot):
             group = run.group if layout.groups[term] > 1 else 0
             # Past the ranks of its class: zeros.
-            ranks = pl.ds(0, layout.owned[part])
+            ranks = from_first(layout.owned[part])
             place = pl.ds(layout.first[part] - 64 * span.low, layout.owned[part])
             plgpu.copy_gmem_to_smem(
                 self.factors[term].at[

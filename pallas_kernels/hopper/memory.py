@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -37,6 +38,14 @@ def views_of(reference, *counts: int, interpreted: bool):
         return [(use,) * count for use, count in zip(reference, counts, strict=True)]
     views = iter(reference)
     return [tuple(next(views) for _ in range(count)) for count in counts]
+
+
+def from_first(size: int):
+    """The first `size` of an axis that may be shorter: copies bring zeros for what is not there.
+
+    A number known before the kernel runs JAX 0.12 would compare with the axis, and refuse.
+    """
+    return pl.ds(jnp.int32(0), size)
 
 
 def drain(empty, uses, length: int):

@@ -413,7 +413,8 @@ def test_races_are_detected(waits):
     if waits:
         assert (gpu_interpreter.interpret(jax.jit(kernel)) == 1).all()
     else:
-        with pytest.raises(AssertionError, match="races"):
+        # JAX 0.12 raises its own.
+        with pytest.raises((AssertionError, RuntimeError), match="races|RACE"):
             gpu_interpreter.interpret(jax.jit(kernel))
 
 
