@@ -98,7 +98,7 @@ class Inner:
                 factors[term].at[
                     layer * self.slots_of_layer[term] + slot,
                     group,
-                    from_first(self.owned),
+                    from_first(self.owned, slot),
                     pl.ds(column, 64),
                 ],
                 target.at[pl.ds(first_row + self.first[term], self.owned)],

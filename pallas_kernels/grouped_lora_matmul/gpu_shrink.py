@@ -397,7 +397,7 @@ class Shrinker:
         def load_factor(part, term, slot):
             group = run.group if layout.groups[term] > 1 else 0
             # Past the ranks of its class: zeros.
-            ranks = from_first(layout.owned[part])
+            ranks = from_first(layout.owned[part], slot)
             place = pl.ds(layout.first[part] - 64 * span.low, layout.owned[part])
             plgpu.copy_gmem_to_smem(
                 self.factors[term].at[

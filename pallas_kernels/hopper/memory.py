@@ -40,12 +40,15 @@ def views_of(reference, *counts: int, interpreted: bool):
     return [tuple(next(views) for _ in range(count)) for count in counts]
 
 
-def from_first(size: int):
+def from_first(size: int, number):
     """The first `size` of an axis that may be shorter: copies bring zeros for what is not there.
 
-    A number known before the kernel runs JAX 0.12 would compare with the axis, and refuse.
+    What is known before the kernel runs JAX 0.12 compares with the axis, and refuses.
+
+    Args:
+      number: any that is known when it runs only.
     """
-    return pl.ds(jnp.int32(0), size)
+    return pl.ds(0 * number, size)
 
 
 def drain(empty, uses, length: int):
