@@ -8,7 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from pallas_kernels.hopper.machine import HALF_MEMORY, PROGRAMS, SHARED_MEMORY
+from pallas_kernels.hopper.machine import (
+    HALF_MEMORY,
+    PROGRAMS,
+    SHARED_MEMORY,
+    STORES_WITHOUT_SWIZZLE,
+)
 
 ARRAY = 1024  # bytes of shared memory that every array takes a multiple of
 CHUNK = 32  # rows added and stored at once
@@ -126,7 +131,8 @@ def product_schedule(
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
         consumers = 1 if narrow > wide + 0.08 else 2
     narrow = 64
-    if depth > 1 and heights[-1] <= CHUNK and groups == parts == 1 and contract == 2:
+    may_be_narrow = STORES_WITHOUT_SWIZZLE and contract == 2
+    if depth > 1 and heights[-1] <= CHUNK and groups == parts == 1 and may_be_narrow:
         narrow = _narrow(width, made_ranks)
     w_rows = parts * blocks * consumers * narrow
     slices = -(-width // (narrow * blocks * consumers))

@@ -31,6 +31,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink import (
     widest_ranks,
 )
 from pallas_kernels.grouped_lora_matmul.lora import classes_of
+from pallas_kernels.hopper.machine import STORES_WITHOUT_SWIZZLE
 from pallas_kernels.routing_plan.api import local_groups
 
 READS_LAYERS = True
@@ -40,7 +41,6 @@ MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second 
 
 def check(x, w, lora, parts, out_dtype=None):
     """Raises NotImplementedError, with the shapes, for what the kernels cannot serve."""
-    del out_dtype
     pairs = [pair for entry in lora for pair in classes_of(entry)]
 
     def refuse(why: str):
@@ -53,6 +53,8 @@ def check(x, w, lora, parts, out_dtype=None):
     arrays = (x, w, *(array for pair in pairs for array in (pair.a, pair.b)))
     if any(array.dtype != jnp.bfloat16 for array in arrays):
         refuse("x, w and adapters must be bfloat16")
+    if out_dtype is not None and out_dtype != x.dtype and not STORES_WITHOUT_SWIZZLE:
+        refuse(f"{out_dtype} results need jax before 0.12, this is {jax.__version__}")
     if x.shape[0] == 0:
         refuse("there must be at least one row")
     if x.shape[1] % 8 or any(width % 8 for width in parts):
