@@ -30,6 +30,11 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
     shrink_for_product(x, tables, factors, starts, scalings, firsts) -> u of each term
         The same for a u that goes into one `product` with this x, and nowhere else: where that
         product makes u itself, this is what it makes it of. Here all terms are of all of x.
+    EXPERTS_AT_ONCE
+        So many rows of a MoE layer `experts` may take. 0: there is none.
+    experts(x, gate_up, down, tables, into, out, gate) -> [M, H], or None
+        The gate's function of x times each row's gate_up [G, 2 I, K], times its down [G, H, I],
+        with the `Term`s of both, in one kernel. None: not of these. Bits are those of two products.
     outer(lefts, right, spans, tables, first, shape, dtype) -> [*shape, rank, width] of each
         lefts are (u, rank) pairs: u as `shrink` returns it, and how many of its columns count;
         each has a span (start, width).

@@ -29,6 +29,7 @@ One warpgroup loads (`gpu_product_memory`), one or two multiply and store (`gpu_
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -41,11 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.gpu_product_beside import ShrinkBeside
 from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
-from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import (
-    InPlace,
-    for_tiles,
-    is_spoiled,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import InPlace, is_spoiled
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
@@ -72,6 +69,11 @@ class Terms(NamedTuple):
     factors: tuple[jax.Array, ...]
     unmade: tuple[Unmade, ...] = ()
     beside: ShrinkLayout | None = None
+
+    @property
+    def of_adapters(self) -> tuple[jax.Array, ...]:
+        """All but u."""
+        return *self.factors, *itertools.chain(*self.unmade)
 
 
 def product_kernel(
@@ -123,23 +125,33 @@ def product_kernel(
         ),
         kernel_name=layout.name(),
     )
+    rows, of_adapters = (), ()
+    if terms is not None:
+        rows, of_adapters = (
+            (tables.place, tables.run_end, *layout.distinct_u(terms)),
+            terms.of_adapters,
+        )
+    layer = layer_of(w, *of_adapters)
+    layers = () if layer is None else (layer,)
+    w, *factors = operands_of(layout, w, terms)
+    tiles = (tables.place,) if tables.rows_alone else tables.tiles or ()
+    y, *_ = kernel(*layers, *tiles, x, w, *rows, *factors)
+    return y[:, : layout.width]
+
+
+def operands_of(layout: ProductLayout, w, terms: Terms | None):
+    """W and what a kernel needs of adapters beside u: arrays of all layers, in one axis."""
     if layout.parts == 2:
         w = w.reshape(w.shape[0], 2, layout.width, w.shape[2])
-    lora, factors = (), ()
+    factors = []
     if terms is not None:
-        lora = tables.place, tables.run_end, *layout.distinct_u(terms)
         a = (its.factor for its in terms.unmade)
-        # In one axis, of all layers.
-        factors = *terms.factors, *a, *(its.scaling.reshape(-1) for its in terms.unmade)
-    layer = layer_of(w, *factors)
-    layers = () if layer is None else (layer,)
+        factors = [*terms.factors, *a, *(its.scaling.reshape(-1) for its in terms.unmade)]
     w, *factors = (merged(its)[0] for its in (w, *factors))
     for term, count in enumerate(layout.padded_ranks):
         if count:
             factors[term] = jnp.pad(factors[term], ((0, 0), (0, 0), (count, 0), (0, 0)))
-    tiles = (tables.place,) if tables.rows_alone else tables.tiles or ()
-    y, *_ = kernel(*layers, *tiles, x, w, *lora, *factors)
-    return y[:, : layout.width]
+    return w, *factors
 
 
 def _body(
@@ -199,20 +211,9 @@ def _body(
     @pl.when(warpgroup == s.consumers)
     def _memory():
         set_registers("decrease", 56 if layout.in_place else 40)
-        memory = ProductMemory(feed, stages, x, w, lora, layer, beside)
-
-        def load(i, again, state):
-            tile, step = state
-            # A carried number's divisors are forgotten.
-            tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
-            # Read now, needed after this tile.
-            following = feed.read(i + 1)
-            feed.load(tile, i)
-            step, is_mixed = memory.load_tile(tile, again, step)
-            return (following, step), is_mixed
-
+        memory = ProductMemory(feed, stages, x, w, lora, layer, beside=beside)
         judge = functools.partial(is_spoiled, health, judged)
-        tiles, (_, steps) = for_tiles(layout, mine, load, judge, (feed.read(0), jnp.int32(0)))
+        tiles, steps = memory.load_tiles(judge, jnp.int32(0))
         drain(stages.empty, steps, s.stages)
         if layout.word_copies():
             drain(feed.empty, tiles, TILES)
@@ -224,14 +225,7 @@ def _body(
         in_place = InPlace(feed, stages, health, judged, warpgroup) if layout.in_place else None
         consumer = ProductConsumer(feed, stages, lora, layer, out, y, warpgroup, in_place)
 
-        def compute(i, again, step):
-            tile = feed.loaded(i)
-            is_mixed = feed.is_mixed(tile)
-            step = consumer.compute_tile(tile, again, step)
-            feed.release(tile)
-            return step, is_mixed
-
-        for_tiles(layout, mine, compute, in_place and in_place.judge, jnp.int32(0))
+        consumer.compute_tiles(in_place and in_place.judge, jnp.int32(0))
         # Read is enough: the kernel's end makes what was stored visible.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import gated
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import InPlace
+from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import InPlace, for_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import LoraArrays, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 from pallas_kernels.hopper.accumulate import continued
@@ -43,6 +43,18 @@ class ProductConsumer:
         self.lora, self.layer = lora, layer
         self.out, self.y, self.warpgroup = out, y, warpgroup
         self.in_place = in_place
+
+    def compute_tiles(self, judge, step):
+        """Computes the program's tiles from a step on; `judge` is that of `for_tiles`."""
+
+        def compute(i, again, step):
+            tile = self.feed.loaded(i)
+            is_mixed = self.feed.is_mixed(tile)
+            step = self.compute_tile(tile, again, step)
+            self.feed.release(tile)
+            return step, is_mixed
+
+        return for_tiles(self.layout, self.feed.count, compute, judge, step)[1]
 
     def compute_tile(self, tile: Tile, by_run, step):
         """Computes a tile, or each of its runs as a tile of its own; returns the next step."""
@@ -80,8 +92,7 @@ class ProductConsumer:
             scalings = inner.scaling(self.lora.scalings, self.layer, some, tile)
 
         is_mixed = self.feed.is_mixed(tile)
-        # A is in the block of a narrow tile, else in one of its own.
-        blocks_of_a = int(inner is not None and not layout.narrow)
+        blocks_of_a = layout.blocks_of_a if inner else 0
 
         def k_loop(*accumulators):
             sums, of_a = accumulators[:blocks], accumulators[blocks:]

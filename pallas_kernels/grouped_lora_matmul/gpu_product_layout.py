@@ -46,6 +46,7 @@ class ProductLayout:
         tables,
         interpreted,
         out_dtype,
+        ring_rows=0,
     ):
         self.single_rows, self.equal = tables.rows_alone, tables.equal
         self.interpreted = interpreted
@@ -83,13 +84,17 @@ class ProductLayout:
             self.u_first = tuple(self.beside.first_columns)
         self.first_program = self.beside.schedule.programs if self.beside else 0
         self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
+        if schedule.features % self.rank_step:
+            self.rank_step = 16  # B's tiles in memory are as wide, and a copy begins with one
         self.w_rows, before = self.parts * schedule.features, (0,) * self.terms
-        # Rows of W, and of A after it, that follow each other: a block is any 64 of them.
+        # Rows of W, and of A after it, that follow each other: a block is any 64 of them. Products
+        # that have the same ring, one after the other, have as many in a stage.
         self.narrow = schedule.width < 64
-        self.by_rows = self.narrow or self.inner is not None
+        self.by_rows = self.narrow or self.inner is not None or ring_rows > 0
         if self.by_rows:
             used = self.inner.used if self.inner else 0
-            self.block_rows = block_rows(self.w_rows, used, schedule.depth)
+            own_rows = block_rows(self.w_rows, schedule.width, used, schedule.depth)
+            self.block_rows = max(own_rows, ring_rows)
         if self.inner:
             self.rank_step = RANKS
             before = tuple(self.first_rank + first for first in self.inner.first)
@@ -108,8 +113,19 @@ class ProductLayout:
 
     @property
     def first_rank(self) -> int:
-        """Of the last 64 rows of a block, which are multiplied for u, the first of A."""
-        return self.w_rows - (self.block_rows - 64)
+        """Of the 64 rows of a block that are multiplied for u, the first of A."""
+        return self.w_rows - self.first_a_row
+
+    @property
+    def first_a_row(self) -> int:
+        """The first of these 64."""
+        return min(self.w_rows, self.block_rows - 64)
+
+    @property
+    def blocks_of_a(self) -> int:
+        """Blocks of 64 rows to be multiplied for u alone: none where it is in the last of W's."""
+        in_last = self.first_a_row == (self.parts - 1) * self.schedule.width
+        return int(not (self.narrow and in_last))
 
     @staticmethod
     def distinct_u(terms):
@@ -145,8 +161,11 @@ class ProductLayout:
             if self.in_place and not self.interpreted:
                 words = *u_shape[:2], u_shape[2] * r // 2
                 x_uses.append([plgpu.SMEM(words, jnp.int32)])
-        if self.terms:
-            b_shape = (s.stages * self.b_per_stage, r, b_features)
+        b_shape = (s.stages * self.b_per_stage, r, b_features)
+        if self.inner:
+            # Copies begin at any feature.
+            w_uses.append(two_views(b_shape, self.dtype))
+        elif self.terms:
             b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
             w_uses.append([plgpu.SMEM(b_shape, self.dtype, transforms=b_tiles)])
         if self.beside:
@@ -319,7 +338,7 @@ class Stages:
         (self.x_load, self.x_tiles), *u_views = views_of(
             x_stage, *uses, *shrink, interpreted=layout.interpreted
         )
-        uses = (2, 1) if layout.terms else (2,)
+        uses = (2, 2 if layout.inner else 1) if layout.terms else (2,)
         (self.w_load, self.w_tiles), *b_views = views_of(
             w_stage, *uses, *shrink, interpreted=layout.interpreted
         )
@@ -333,26 +352,32 @@ class Stages:
                 ((self.u_words,),) = words
         self.kept_u = kept_u
         if layout.terms:
-            ((self.b,),) = b_views
+            # One view, or what copies write and what products read.
+            (views,) = b_views
+            self.b_load, self.b = views[0], views[-1]
         self.full, self.empty, self.low_rank_full = full, empty, low_rank_full
         self.layout, self.count = layout, layout.schedule.stages
 
     def w_block(self, stage, part, block):
-        """64 features of W."""
+        """64 rows of W from the first of a block's features."""
         if self.layout.by_rows:
-            return self.w_tiles.at[stage, part, pl.ds(64 * block, 64)]
+            first = self.layout.schedule.width * block
+            return self.w_tiles.at[stage, part, pl.ds(first, 64)]
         return self.w_tiles.at[stage, part, block]
 
     def a_block(self, stage, part):
         """The ranks of A, after the last rows of W."""
-        return self.w_tiles.at[stage, part, pl.ds(self.layout.block_rows - 64, 64)]
+        return self.w_tiles.at[stage, part, pl.ds(self.layout.first_a_row, 64)]
 
     def b_block(self, stage, run, place, block):
         """64 features of the factor of one of the terms of one of a stage's runs."""
-        first = stage * self.layout.b_per_stage + run * self.layout.terms_of_stage
         if self.layout.by_rows:
-            return self.b.at[first + place * self.layout.feature_blocks + block]
-        return self.b.at[first + place, :, pl.ds(64 * block, 64)]
+            return self.b.at[self.first_b(stage, run) + place * self.layout.feature_blocks + block]
+        return self.b.at[self.first_b(stage, run) + place, :, pl.ds(64 * block, 64)]
+
+    def first_b(self, stage, run):
+        """The first block of B of one of a stage's runs."""
+        return stage * self.layout.b_per_stage + run * self.layout.terms_of_stage
 
     def stage_of(self, step):
         return lax.rem(step, jnp.int32(self.count))

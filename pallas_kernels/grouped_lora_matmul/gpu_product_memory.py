@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
 from pallas_kernels.grouped_lora_matmul.gpu_product_beside import ShrinkBeside
+from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import for_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import K_STEP, LoraArrays, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_rows import slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
@@ -22,6 +24,7 @@ class ProductMemory:
     Args:
       layer: of W and of adapters' arrays that have those of many layers.
       beside: what makes u, where that is not there yet.
+      wait_for_x: waits until there is x, if there is none when the kernel starts.
     """
 
     def __init__(
@@ -32,15 +35,38 @@ class ProductMemory:
         w,
         lora: LoraArrays,
         layer,
-        beside: ShrinkBeside | None,
+        *,
+        beside: ShrinkBeside | None = None,
+        wait_for_x: Callable[[], None] | None = None,
     ):
         self.layout, self.schedule = feed.layout, feed.schedule
         self.feed, self.stages, self.x, self.w = feed, stages, x, w
-        self.lora, self.layer, self.beside = lora, layer, beside
+        self.lora, self.layer = lora, layer
+        self.beside, self.wait_for_x = beside, wait_for_x
         self.first_group = layer * self.layout.groups_of_layer
         self.first_slots = [layer * count for count in self.layout.slots_of_layer]
 
-    def load_tile(self, tile: Tile, by_run, step):
+    def load_tiles(self, judge, step):
+        """Loads the program's tiles from a step on; `judge` is that of `for_tiles`.
+
+        Returns how many tiles that were, and the next step.
+        """
+
+        def load(i, again, state):
+            tile, step = state
+            # A carried number's divisors are forgotten.
+            tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
+            # Read now, needed after this tile.
+            following = self.feed.read(i + 1)
+            self.feed.load(tile, i)
+            step, is_mixed = self.load_tile(tile, again, step, i == 0)
+            return (following, step), is_mixed
+
+        start = self.feed.read(0), step
+        tiles, (_, step) = for_tiles(self.layout, self.feed.count, load, judge, start)
+        return tiles, step
+
+    def load_tile(self, tile: Tile, by_run, step, is_first):
         """Loads a tile, or each of its runs as a tile of its own.
 
         Returns the next step, and whether the tile has several runs.
@@ -50,51 +76,52 @@ class ProductMemory:
             load = functools.partial(self.load_part, wait=~by_run)
             step = self.feed.for_parts(tile, by_run, load, step)
         else:
-            step = self.load_part(tile, step)
+            step = self.load_part(tile, step, is_first=is_first)
         is_mixed = self.feed.is_mixed(tile)
         if self.layout.terms:
             # All its warps have read the words before a copy of its own replaces them.
             plgpu.commit_smem()
         return step, is_mixed
 
-    def load_part(self, tile: Tile, step, wait=True):
+    def load_part(self, tile: Tile, step, wait=True, is_first=False):
         """Loads a tile or a part of it, whose words are waited for when they are needed."""
-        depth, inner = self.schedule.depth, self.layout.inner
+        inner = self.layout.inner
         # Of a row without an adapter: some A, which nobody uses.
         row_slot = jnp.maximum(slot_of(self.feed.places[tile.row]), 0) if inner else None
+        load_x = functools.partial(self.load_x, tile)
+        load_weights = functools.partial(self.load_weights, tile, row_slot)
 
-        def load_blocks(height, first_step, block):
-            """Those of this number of every stage."""
-            rows = pl.ds(tile.row, height)
+        def k_loop(height, first_step):
+            def load_steps(*loads, begin, end):
+                """Of these steps, what some functions load of each block."""
 
-            def k_step(k, step):
-                self.acquire(step)
-                stage = self.stages.stage_of(step)
-                column = (k * depth + block) * K_STEP
-                plgpu.copy_gmem_to_smem(
-                    self.x.at[rows, pl.ds(column, K_STEP)],
-                    self.stages.x_load.at[stage, block, pl.ds(0, height)],
-                    self.stages.full.at[stage],
-                )
-                self.load_w(tile, column, stage, block)
-                if inner:
-                    where = self.stages.w_load.at[stage, block], self.layout.w_rows
-                    barrier = self.stages.full.at[stage]
-                    inner.load(self.lora.a, self.layer, row_slot, tile, column, *where, barrier)
-                return step + 1
+                def load_block(block):
+                    def k_step(k, step):
+                        for load in loads:
+                            load(height, k, step, block)
+                        return step + 1
 
-            return lax.fori_loop(0, tile.k_steps, k_step, first_step)
+                    lax.fori_loop(begin, end, k_step, first_step + begin)
 
-        def k_loop(height, step):
-            if depth == 1:
-                return load_blocks(height, step, 0)
+                depth = self.schedule.depth
+                if depth == 1:
+                    load_block(0)
+                    return
 
-            # One warp issues copies too slowly: each of the four takes its block of every stage.
-            @plgpu.warp_map
-            def _load(warp):
-                load_blocks(height, step, warp)
+                # One warp issues copies too slowly: each takes its block of every stage.
+                @plgpu.warp_map
+                def _load(warp):
+                    pl.when(warp < depth)(lambda: load_block(warp))
 
-            return step + tile.k_steps
+            begin = jnp.int32(0)
+            if self.wait_for_x:
+                # Until there is x, all W that stages have room for.
+                begin = jnp.where(is_first, jnp.minimum(tile.k_steps, self.schedule.stages), 0)
+                load_steps(load_weights, begin=0, end=begin)
+                pl.when(is_first)(self.wait_for_x)
+                load_steps(load_x, begin=0, end=begin)
+            load_steps(load_weights, load_x, begin=begin, end=tile.k_steps)
+            return first_step + tile.k_steps
 
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)
         if not self.layout.terms:
@@ -119,6 +146,26 @@ class ProductMemory:
         @pl.when(step >= self.schedule.stages)
         def _wait():
             plgpu.barrier_wait(self.stages.empty.at[self.stages.stage_of(step)])
+
+    def load_x(self, tile, height, k, step, block):
+        """A block of the rows' columns."""
+        stage, column = self.stages.stage_of(step), (k * self.schedule.depth + block) * K_STEP
+        plgpu.copy_gmem_to_smem(
+            self.x.at[pl.ds(tile.row, height), pl.ds(column, K_STEP)],
+            self.stages.x_load.at[stage, block, pl.ds(0, height)],
+            self.stages.full.at[stage],
+        )
+
+    def load_weights(self, tile, row_slot, height, k, step, block):
+        """A block of W, and of A where u is made here, as soon as their stage is free."""
+        del height
+        self.acquire(step)
+        stage, column = self.stages.stage_of(step), (k * self.schedule.depth + block) * K_STEP
+        self.load_w(tile, column, stage, block)
+        if inner := self.layout.inner:
+            where = self.stages.w_load.at[stage, block], self.layout.w_rows
+            barrier = self.stages.full.at[stage]
+            inner.load(self.lora.a, self.layer, row_slot, tile, column, *where, barrier)
 
     def load_w(self, tile, column, stage, part_of_stage):
         layout, features = self.layout, self.schedule.features
@@ -221,11 +268,13 @@ class ProductMemory:
             ]
             plgpu.copy_gmem_to_smem(source, target, barrier)
 
+        first = self.stages.first_b(stage, run)
         if not layout.by_rows:
-            first = stage * layout.b_per_stage + run * layout.terms_of_stage
-            load(first_rank, column, self.schedule.features, self.stages.b.at[first + place])
+            target = self.stages.b_load.at[first + place]
+            load(first_rank, column, self.schedule.features, target)
             return
         for block in range(layout.feature_blocks):
             # u has a term's ranks where A was among the rows of W: there are none before in B.
             ranks = first_rank - layout.ranks_before[term]
-            load(ranks, column + 64 * block, 64, self.stages.b_block(stage, run, place, block))
+            target = self.stages.b_load.at[first + place * layout.feature_blocks + block]
+            load(ranks, column + 64 * block, 64, target)

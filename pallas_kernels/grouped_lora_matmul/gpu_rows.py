@@ -72,7 +72,7 @@ class OrderedRuns(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["place", "run_end", "pieces", "tiles", "runs"],
+    data_fields=["place", "run_end", "pieces", "tiles", "runs", "arrivals"],
     meta_fields=["in_order", "equal"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Tables:
       run_end: int32 [M], where the row's run (rows of one place) ends.
       pieces, tiles: see there; no tiles where every row is one, or where groups are equal.
       runs: None unless rows are known to be sorted by group, and not by slot.
+      arrivals: int32 [1], of rows that are tiles: 0, for one kernel whose programs count there.
       in_order: whether rows are known to be sorted by (group, slot), so that each is one run.
       equal: whether all groups have equally many rows, so that tiles follow from their number.
     """
@@ -94,6 +95,7 @@ class Tables:
     pieces: Pieces
     tiles: Tiles | None
     runs: OrderedRuns | None = None
+    arrivals: jax.Array | None = None
     in_order: bool = False
     equal: bool = False
 
@@ -305,11 +307,11 @@ def plan(groups: int, slots: int, group, token_slots) -> Route:
     return Route(token, position.reshape(tokens, choices), tables)
 
 
-def unsorted(place) -> Tables:
+def unsorted(place, arrivals) -> Tables:
     """Every row a run and a tile of its own, wherever its group is: no launches for a sort."""
     # A constant, which costs no launch; nobody reads the pieces of so few rows.
     end = jnp.asarray(np.arange(1, place.shape[0] + 1, dtype=np.int32))
-    return Tables(place, end, Pieces(place, place), None)
+    return Tables(place, end, Pieces(place, place), None, arrivals=arrivals)
 
 
 def _route_counted(groups, slots, place, choices):

@@ -51,8 +51,8 @@ class ProductSchedule:
       programs: persistent programs, at most one for each multiprocessor.
       together: tiles that follow each other for one slice of features, so that those of one
         group read W at the same time.
-      width: features of each block; with fewer than 64 there is one block, the rest of which is
-        multiplied for nothing, or for u.
+      width: features of each block; with fewer than 64 there is one block (of each part), the rest
+        of which is multiplied for nothing, or for u.
     """
 
     blocks: int
@@ -131,15 +131,17 @@ def product_schedule(
         wide, narrow = (_last_wave(active * -(-width // (64 * n))) for n in (2, 1))
         consumers = 1 if narrow > wide + 0.08 else 2
     narrow = 64
-    may_be_narrow = STORES_WITHOUT_SWIZZLE and contract == 2
-    if depth > 1 and heights[-1] <= CHUNK and groups == parts == 1 and may_be_narrow:
-        narrow = _narrow(width, made_ranks)
+    if depth > 1 and heights[-1] <= CHUNK and STORES_WITHOUT_SWIZZLE and contract == 2:
+        if parts > 1:
+            narrow = _narrow_gated(width, most_tiles, made_ranks)
+        elif groups == 1:
+            narrow = _narrow(width, made_ranks)
     w_rows = parts * blocks * consumers * narrow
     slices = -(-width // (narrow * blocks * consumers))
     if equal and groups == 1 and rows > TALLEST:
         heights = (_height_of_turns(rows, slices, w_rows),)
         most_tiles = -(-rows // heights[-1])
-    stage = depth * (block_rows(w_rows, made_ranks, depth) + heights[-1]) * 128
+    stage = depth * (block_rows(w_rows, narrow, made_ranks, depth) + heights[-1]) * 128
     words = 4 * TILES * words_of_tile(heights)
     buffer = consumers * min(CHUNK, heights[-1]) * 64 * out_bytes
     free = SHARED_MEMORY - _whole(words, ARRAY) - beside
@@ -154,7 +156,7 @@ def product_schedule(
     free -= _whole(buffers * buffer, ARRAY)
     if depth > 1 and free // stage < 3:
         depth = 1
-        stage = (block_rows(w_rows, made_ranks, depth) + heights[-1]) * 128
+        stage = (block_rows(w_rows, narrow, made_ranks, depth) + heights[-1]) * 128
     return ProductSchedule(
         blocks,
         consumers,
@@ -166,6 +168,43 @@ def product_schedule(
         tiles_together(rows / groups, heights[-1]),
         narrow,
     )
+
+
+def experts_schedules(
+    rows: int, width: int, hidden: int, made_into: int, made_out: int
+) -> tuple[ProductSchedule, ProductSchedule, int] | None:
+    """Those of gate and up, and of down, of rows that are tiles each, with one ring of stages.
+
+    Args:
+      width: features of the gate. hidden: of the result.
+      made_into, made_out: ranks of u that the products make.
+
+    Returns:
+      The schedules, and how many rows a block of a stage has; None if too few stages have room.
+    """
+    heights, buffers = (8,), 2
+    features = _narrow_gated(width, rows, made_into) if STORES_WITHOUT_SWIZZLE else 64
+    # Of each product the words of its tiles and two buffers; u.
+    free = SHARED_MEMORY - 7 * ARRAY
+    for depth in (DEPTH, DEPTH // 2):
+        ring_rows = max(
+            block_rows(2 * features, features, made_into, depth),
+            block_rows(64, 64, made_out, depth),
+        )
+        stages = free // (depth * (ring_rows + heights[-1]) * 128)
+        if stages >= 3:
+            break
+    else:
+        return None
+
+    def schedule(features: int, tiles: int):
+        programs = min(PROGRAMS, tiles)
+        return ProductSchedule(
+            1, 1, heights, depth, min(12, stages), buffers, programs, 1, features
+        )
+
+    into, out = rows * -(-width // features), rows * -(-hidden // 64)
+    return schedule(features, into), schedule(64, out), ring_rows
 
 
 def _narrow(width: int, made_ranks: int) -> int:
@@ -181,12 +220,22 @@ def _narrow(width: int, made_ranks: int) -> int:
     return features if features + made_ranks <= 64 else 64
 
 
-def block_rows(w_rows: int, made_ranks: int, depth: int) -> int:
+def _narrow_gated(width: int, row_tiles: int, made_ranks: int) -> int:
+    """Features of a tile, of the gate's part, with which turns of all programs load the least."""
+
+    def rows(features: int) -> int:
+        return -(-row_tiles * -(-width // features) // PROGRAMS) * (2 * features + made_ranks)
+
+    return min((64, 48, 32), key=rows)
+
+
+def block_rows(w_rows: int, width: int, made_ranks: int, depth: int) -> int:
     """Rows of each block of a stage: of W, then of A if the product makes u, and room.
 
-    The tensor cores take 64; stages begin where blocks of 64 rows do.
+    The tensor cores take 64, from the first of the last `width` features too; stages begin where
+    blocks of 64 rows do.
     """
-    return max(64, w_rows + _whole(made_ranks, 64 // depth))
+    return _whole(max(w_rows + 64 - width, w_rows + made_ranks), 64 // depth)
 
 
 def _height_of_turns(rows: int, slices: int, w_rows: int) -> int:

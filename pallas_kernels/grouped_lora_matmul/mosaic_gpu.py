@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_lora_matmul import gpu_dispatch, gpu_rows, gpu_spread
+from pallas_kernels.grouped_lora_matmul.gpu_experts import Product, experts_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
-from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
+from pallas_kernels.grouped_lora_matmul.gpu_product_inner import RANKS, Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BLOCKS_OF_ROWS,
     BYTES_BESIDE,
     ProductSchedule,
+    experts_schedules,
     packed_columns,
     product_schedule,
     rank_tile,
@@ -30,11 +32,12 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink import (
     shrink_kernel,
     widest_ranks,
 )
-from pallas_kernels.grouped_lora_matmul.lora import classes_of
-from pallas_kernels.hopper.machine import STORES_WITHOUT_SWIZZLE
+from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
+from pallas_kernels.hopper.machine import STORES_WITHOUT_SWIZZLE, runs_all_programs_at_once
 from pallas_kernels.routing_plan.api import local_groups
 
 READS_LAYERS = True
+EXPERTS_AT_ONCE = gpu_rows.UNSORTED_ROWS
 MAX_RANK = 128
 MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
 
@@ -107,6 +110,37 @@ def product(
     schedule = schedule()
     where = tuple(starts), tuple(firsts)
     return product_kernel(tables, x, w, terms, *where, schedule, contract, gate, out_dtype)
+
+
+def experts(x, gate_up, down, tables: Tables, into, out, gate):
+    """Gate, up and down of rows that are a tile each, in one kernel; see `differentiable.py`.
+
+    None for other rows, for adapters that have rank classes, for those that share the factors which
+    are multiplied once for each token, and for ranks that do not fit beside W.
+    """
+    if not tables.rows_alone or bool(into) != bool(out) or not runs_all_programs_at_once():
+        return None
+    groups, has_classes = gate_up.shape[0], any(term.first for term in (*into, *out))
+    rows_share = [term.pair.a for term in into] + [term.pair.b for term in out]
+    if has_classes or any(factor.shape[1] < groups for factor in rows_share):
+        return None
+    width, hidden = gate_up.shape[1] // 2, down.shape[1]
+    starts = tuple(term.start for term in into), (0,) * len(out)
+    terms, made = [None, None], [0, 0]
+    for number, its in enumerate((into, out) if into else ()):
+        a, b, scalings = (tuple(getattr(term.pair, name) for term in its) for name in Lora._fields)
+        unmade = tuple(map(Unmade, *_whole_factors(a, scalings)))
+        terms[number] = Terms((), tuple(map(_whole_ranks, b)), unmade)
+        widths = tuple(factor.shape[3] for factor in b)
+        made[number] = Inner(unmade, starts[number], widths, number == 0).used
+    if max(made) > RANKS:
+        return None
+    found = experts_schedules(x.shape[0], width, hidden, *made)
+    if found is None:
+        return None
+    *schedules, ring_rows = found
+    products = map(Product, (gate_up, down), terms, starts, schedules)
+    return experts_kernel(tables, x, *products, gate, ring_rows)
 
 
 def _terms(x, tables, u, factors, starts, firsts, gate, schedule, is_dense):

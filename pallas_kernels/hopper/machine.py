@@ -11,3 +11,12 @@ HALF_MEMORY = 113 * 1024 - 1024  # the same where two share a multiprocessor
 # Whether turned sums can be stored in memory without a swizzle: from JAX 0.12 on Mosaic finds no
 # layouts for it, and there are neither float32 results nor tiles of fewer than 64 features.
 STORES_WITHOUT_SWIZZLE = jax.__version_info__ < (0, 12)
+
+
+def runs_all_programs_at_once() -> bool:
+    """Whether programs may wait for each other: each has a multiprocessor of its own.
+
+    Compiled ahead of time, without a GPU, kernels are for one that does.
+    """
+    device = jax.local_devices()[0]
+    return device.platform != "gpu" or device.core_count >= PROGRAMS

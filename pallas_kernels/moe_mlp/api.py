@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.api import (
     check_call,
     check_slots,
@@ -26,7 +25,7 @@ from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Slots, slot_counts, terms_of_parts
 from pallas_kernels.kept import map_once
 from pallas_kernels.moe_mlp.dispatch import dispatch
-from pallas_kernels.moe_mlp.down import weighted_down
+from pallas_kernels.moe_mlp.experts import experts as experts_of
 from pallas_kernels.routing_plan.api import local_groups
 
 
@@ -95,20 +94,12 @@ def moe_mlp(
     if not slots:
         token_slots = jnp.full_like(token_slots, -1)
     route, rows = dispatch(backend, count, slots, x, experts - first_group, token_slots, valid)
-    hidden = differentiable.grouped_lora_matmul(
-        backend,
-        parts,
-        gate or Gate(),
-        None,
-        rows,
-        gate_up,
-        route.tables,
-        into,
-        _shared_u(backend, x, token_slots, into, count, route),
-    )
+    shared_u = _shared_u(backend, x, token_slots, into, count, route)
     group = local_groups(experts, count, first_group, valid)
     slots = jnp.where(jnp.any(group < count, axis=1), token_slots, -1)
-    return weighted_down(backend, hidden, down, route, lora_down, weights, slots)
+    lora = into, lora_down
+    products = rows, gate_up, down, route, lora, shared_u, weights, slots
+    return experts_of(backend, parts, gate or Gate(), *products)
 
 
 def _common_backend(implementation, calls) -> ModuleType:

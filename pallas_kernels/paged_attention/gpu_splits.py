@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.store import store_rows, whole_lines
+from pallas_kernels.hopper.store import store_rows
 from pallas_kernels.paged_attention.gpu_join import NOTHING_TO_JOIN, factors, joined
 from pallas_kernels.paged_attention.gpu_sizes import LINE, ROWS, Sizes
 from pallas_kernels.paged_attention.gpu_units import Unit
@@ -61,8 +61,8 @@ def lines_of(values):
 
 def memory_of_sums(sizes: Sizes):
     """The arrays for the sums of all splits, as `join_kernel` takes them."""
-    s, columns = sizes, whole_lines(sizes.value_lines * LINE, LINE)
-    columns += columns % (2 * LINE)
+    # A thread has a power of two of them when splits are joined.
+    s, columns = sizes, max(2 * LINE, 1 << (sizes.value_lines * LINE - 1).bit_length())
     numbers = s.parts, s.spread, s.tokens * ROWS
     shapes = (s.parts, s.spread, s.tokens * s.rows_of_sums, columns), numbers, numbers
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

@@ -42,6 +42,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     from pallas_kernels.grouped_lora_matmul.gpu_schedule import packed_columns, rank_tile
     from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
     from pallas_kernels.grouped_lora_matmul.gpu_spread import spread_rows
+    from pallas_kernels.grouped_lora_matmul.lora import Lora, terms_of_part, terms_of_parts
     from pallas_kernels.paged_attention.gpu_gradient_units import (
         TILE,
         WORDS,
@@ -132,6 +133,20 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     both = product_of_few(*of_token, hidden, (wide, wide), gate=shape.gate)
     yield "gate_up gated of one token", *both
     yield "down of one token", *product_of_few(*of_token, wide, (hidden,))
+
+    def experts(x, gate_up, down, its, *pairs):
+        gate, up, down_pair = (Lora(*pair) for pair in pairs)
+        into, out = terms_of_parts((wide, wide), (gate, up)), terms_of_part(0, down_pair)
+        return mosaic_gpu.experts(x, gate_up, down, its, into, out, shape.gate)
+
+    def pair(k, width):
+        scalings = array(slots, groups, dtype=jnp.float32)
+        return array(slots, groups, rank, k), array(slots, groups, rank, width), scalings
+
+    weights = array(groups, 2 * wide, hidden), array(groups, hidden, wide)
+    pairs = pair(hidden, wide), pair(hidden, wide), pair(wide, hidden)
+    arguments = array(shape.top_k, hidden), *weights, few_rows, *pairs
+    yield "experts of one token", experts, arguments
     # Whose shrink is in their product's kernel.
     yield "dense of few tokens", *dense(min(tokens, FEW), (4096, 512, 512))
     yield "narrow of few tokens", *dense(min(tokens, FEW), (2048,))

@@ -19,11 +19,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.grouped_lora_matmul import gpu_outer, gpu_rows, gpu_spread
 from pallas_kernels.grouped_lora_matmul.gate import gated
+from pallas_kernels.grouped_lora_matmul.gpu_experts import Product, experts_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BYTES_BESIDE,
+    experts_schedules,
     packed_columns,
     product_schedule,
     rank_tile,
@@ -215,10 +217,17 @@ class InnerCase(ProductCase):
         return tuple(zip(*((term.start, term.width) for term in self.terms), strict=True))
 
     def check(self, group, row_slots, seed=0):
-        """Runs it for rows of these groups (`groups`: of none) and slots; (found, expected).
+        """Runs it for rows of these groups (`groups`: of none) and slots; (found, expected)."""
+        x, w, a, b, scalings = call = self.arguments_of(group, row_slots, seed)
+        unmade, factors = tuple(map(Unmade, a, scalings)), tuple(b)
+        tables = self.tables(group, row_slots)
+        arguments = in_layers((w, unmade, factors)) if self.layered else (w, unmade, factors)
+        found = interpret(self.compiled, tables, x, *arguments, detect_races=self.detect_races)
+        return found, self.of_rows(*call, group, row_slots)
 
-        Rows' A and B are NaN where no row is of their slot and group.
-        """
+    def arguments_of(self, group, row_slots, seed=0):
+        """x, w, and A, B and the scalings of each term; NaN where no row is of their slot and
+        group."""
         rng = np.random.default_rng(seed)
         x = normal(rng, self.rows, self.k)
         x[group == self.groups] = np.nan
@@ -234,11 +243,7 @@ class InnerCase(ProductCase):
             unused = ~(used.any(1, keepdims=True) if term.shared else used)
             for its in (a[-1], b[-1]):
                 its[unused] = np.nan
-        unmade, factors = tuple(map(Unmade, a, scalings)), tuple(b)
-        tables = self.tables(group, row_slots)
-        arguments = in_layers((w, unmade, factors)) if self.layered else (w, unmade, factors)
-        found = interpret(self.compiled, tables, x, *arguments, detect_races=self.detect_races)
-        return found, self.of_rows(x, w, a, b, scalings, group, row_slots)
+        return x, w, a, b, scalings
 
     def tables(self, group, row_slots):
         place = np.asarray(gpu_rows.place_of(group, row_slots, self.groups), np.int32)
@@ -265,6 +270,37 @@ class InnerCase(ProductCase):
             half.astype(jnp.bfloat16).astype(np.float32) for half in np.split(y, 2, axis=1)
         )
         return np.asarray(gated(left, right, self.gate), np.float64)
+
+
+def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, width):
+    """Both products in one kernel, whose one program has tiles of `width` features of the gate."""
+    tables = into.tables(group, row_slots)
+
+    def product(case, w, a, b, scalings):
+        if case.layered:
+            w, a, b, scalings = in_layers((w, a, b, scalings))
+        terms = Terms((), tuple(b), tuple(map(Unmade, a, scalings))) if case.terms else None
+        parts = 1 if case.gate is None else 2
+        ranks = [rank_tile(max(term.rank for term in case.terms))] if case.terms else [0]
+        return w, terms, case.of_terms["starts"], sum(ranks * (parts if case.terms else 1))
+
+    products = product(into, *call[1:]), product(out, *of_out[1:])
+    n, hidden = into.n // 2, out.n
+    *schedules, ring_rows = experts_schedules(into.rows, n, hidden, *(its[3] for its in products))
+    cut = dict(programs=1, stages=3)
+    schedules = [dataclasses.replace(its, **cut) for its in schedules]
+    schedules[0] = dataclasses.replace(schedules[0], width=width)
+    ring_rows = max(ring_rows, 2 * width + 64)
+
+    @jax.jit
+    def run(tables, x, arrays):
+        both = (
+            Product(*its, starts, schedule)
+            for its, (_, _, starts, _), schedule in zip(arrays, products, schedules, strict=True)
+        )
+        return experts_kernel(tables, x, *both, into.gate, ring_rows, interpreted=True)
+
+    return interpret(run, tables, call[0], [its[:2] for its in products])
 
 
 @dataclasses.dataclass(frozen=True)

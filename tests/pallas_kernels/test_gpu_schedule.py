@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_lora_matmul import (
+    gpu_experts,
     gpu_product,
     gpu_product_layout,
     gpu_shrink,
@@ -48,8 +49,12 @@ def bytes_of(memory) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def shared_memory(layout) -> int:
-    return sum(map(bytes_of, layout.scratch().values()))
+def is_memory(its) -> bool:
+    return hasattr(its, "num_barriers") or hasattr(its, "dtype")
+
+
+def shared_memory(scratch) -> int:
+    return sum(map(bytes_of, jax.tree.leaves(scratch, is_leaf=is_memory)))
 
 
 def product_layout(
@@ -63,6 +68,7 @@ def product_layout(
     contract=2,
     out_dtype=jnp.bfloat16,
     makes_u=False,
+    ring_rows=0,
 ):
     """Sizes of the product kernel; `ranks` has one entry for each low-rank term."""
     gate = Gate() if parts == 2 else None
@@ -80,14 +86,15 @@ def product_layout(
     n, firsts = parts * width, (0,) * len(ranks)
     w = array(groups, n, k) if contract == 2 else array(groups, k, n)
     x = array(rows, k)
+    lora, out_dtype = (terms, starts, firsts), jnp.dtype(out_dtype)
     return gpu_product_layout.ProductLayout(
-        x, w, terms, starts, firsts, schedule, contract, gate, IN_TILES, False, jnp.dtype(out_dtype)
+        x, w, *lora, schedule, contract, gate, IN_TILES, False, out_dtype, ring_rows
     )
 
 
 def product_memory(*sizes, **options) -> int:
     """Bytes of that kernel."""
-    return shared_memory(product_layout(*sizes, **options))
+    return shared_memory(product_layout(*sizes, **options).scratch())
 
 
 def check_product(
@@ -113,9 +120,9 @@ def check_product(
         assert gs.tile_height(rows, groups) == schedule.heights[-1]
     assert schedule.buffers >= 1
     if schedule.width < 64:
-        # Part of one block, of rows that are stored one by one.
-        assert schedule.features in (16, 32) and groups == parts == 1 and contract == 2
-        assert len(schedule.heights) == 1 and rows <= schedule.heights[0] <= gs.CHUNK
+        # Part of one block (of gate, and of up), of rows that are stored one by one.
+        assert schedule.features in ((16, 32) if parts == 1 else (32, 48)) and contract == 2
+        assert schedule.heights[-1] <= gs.CHUNK and (parts == 2 or groups == 1)
     else:
         assert schedule.features % 64 == 0
     assert 1 <= schedule.programs <= MULTIPROCESSORS
@@ -171,11 +178,44 @@ def test_products_that_make_u(name, rank):
         schedule = gs.product_schedule(rows, groups, width, parts, made_ranks=used)
         layout = product_layout(schedule, rows, groups, k, width, parts, ranks, makes_u=True)
         assert layout.inner.fits(schedule.features) and schedule.stages >= 3
-        assert shared_memory(layout) <= LIMIT
+        assert shared_memory(layout.scratch()) <= LIMIT
         # All ranks are among the last 64 rows; where stages of W begin, stages of B do.
         assert 0 <= layout.first_rank and layout.first_rank + used <= 64
         assert layout.b_per_stage * 64 == schedule.depth * layout.block_rows
         assert layout.b_per_stage >= layout.terms_of_stage * layout.feature_blocks
+
+
+@pytest.mark.parametrize("rank", [0, 8, 16, 32])
+@pytest.mark.parametrize("name", EXPERT_SHAPES)
+def test_experts_in_one_kernel_share_a_ring(name, rank):
+    shape = EXPERT_SHAPES[name]
+    hidden, wide, rows = shape.hidden, shape.intermediate, shape.top_k
+    made = gs.rank_tile(rank) if rank else 0
+    *schedules, ring_rows = gs.experts_schedules(rows, wide, hidden, 2 * made, made)
+    sizes = (hidden, wide, 2), (wide, hidden, 1)
+    layouts = [
+        product_layout(
+            schedule,
+            rows,
+            shape.experts,
+            k,
+            width,
+            parts,
+            (rank,) * parts if rank else (),
+            makes_u=rank > 0,
+            ring_rows=ring_rows,
+        )
+        for schedule, (k, width, parts) in zip(schedules, sizes, strict=True)
+    ]
+    assert shared_memory(gpu_experts._scratch(layouts)) <= LIMIT
+    into, out = schedules
+    assert (into.depth, into.stages) == (out.depth, out.stages) and into.stages >= 3
+    for layout in layouts:
+        assert layout.block_rows == ring_rows and layout.first_a_row + 64 <= ring_rows
+        used = layout.inner.used if rank else 0
+        assert 0 <= layout.first_rank and layout.first_rank + used <= 64
+    ends = [layout.w_rows - layout.schedule.width + 64 for layout in layouts]
+    assert max(ends) <= ring_rows
 
 
 @pytest.mark.parametrize(
@@ -296,7 +336,7 @@ def check_pack(rows, ranks, tile, width, alone):
         schedule,
         False,
     )
-    assert shared_memory(layout) <= (LIMIT if together == 1 else HALF_LIMIT), schedule
+    assert shared_memory(layout.scratch()) <= (LIMIT if together == 1 else HALF_LIMIT), schedule
 
 
 ROWS = st.one_of(st.integers(1, 300), st.integers(1, 300_000))

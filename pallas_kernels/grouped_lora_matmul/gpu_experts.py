@@ -1,0 +1,210 @@
+"""Gate, up and down of rows that are a tile each, as one kernel: the experts of one token.
+
+Each program has its tiles of gate and up, then those of down. All of down's need all that gate and
+up made, so programs wait for each other between; meanwhile W of down is on its way.
+
+    load W of gate and up   | load W of down, as much as stages hold | load h
+    multiply, gate, store h | say so                  wait for all   | multiply, store
+
+Both are the products of `gpu_product`, tile by tile, with one ring of stages.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, operands_of
+from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
+from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
+from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
+from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
+from pallas_kernels.hopper.arrivals import arrive, wait_for_arrivals
+from pallas_kernels.hopper.memory import drain
+from pallas_kernels.hopper.store import whole_lines
+from pallas_kernels.layered import layer_of
+
+COMMON = "x_stage", "w_stage", "empty", "own_u"  # what the products have in turns
+
+
+class Product(NamedTuple):
+    """One of the two: W `[G, N, K]`, its terms or None, their first columns, the schedule."""
+
+    w: jax.Array
+    terms: Terms | None
+    starts: tuple[int, ...]
+    schedule: ProductSchedule
+
+
+def experts_kernel(
+    tables: Tables, x, into: Product, out: Product, gate: Gate, ring_rows: int, *, interpreted=False
+):
+    """Runs both products.
+
+    Args:
+      tables: of rows that are a tile each, whose `arrivals` it uses up. x: [M, K].
+      into: of gate and up. out: of down. Both have terms, whose u they make, or none has.
+      ring_rows: see `experts_schedules`. interpreted: for the interpreter, which knows no layouts.
+
+    Returns:
+      [M, N of down] in x's dtype.
+    """
+    h = jax.ShapeDtypeStruct((x.shape[0], into.w.shape[1] // 2), x.dtype)
+
+    def layout_of(x, product, gate):
+        w, terms, starts, schedule = product
+        firsts = (0,) * len(starts)
+        lora = terms, starts, firsts, schedule
+        static = gate, tables, interpreted, x.dtype, ring_rows
+        return ProductLayout(x, w, *lora, 2, *static)
+
+    layouts = layout_of(x, into, gate), layout_of(h, out, None)
+    programs = max(product.schedule.programs for product in (into, out))
+    kernel = plgpu.kernel(
+        functools.partial(_body, layouts),
+        out_type=[
+            jax.ShapeDtypeStruct((x.shape[0], whole_lines(layout.width, 64)), x.dtype)
+            for layout in layouts
+        ],
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=_scratch(layouts),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=0,  # no sum crosses warps
+        ),
+        kernel_name=f"lora_experts_of_{layouts[0].name()}",
+    )
+    operands = [
+        operands_of(layout, product.w, product.terms)
+        for layout, product in zip(layouts, (into, out), strict=True)
+    ]
+    of_adapters = into.terms.of_adapters + out.terms.of_adapters if into.terms else ()
+    layer = layer_of(into.w, out.w, *of_adapters)
+    layers = () if layer is None else (layer,)
+    rows = (tables.place, tables.run_end) if into.terms else (tables.place,)
+    (w, *lora), (w_out, *lora_out) = operands
+    arrivals = () if interpreted else (tables.arrivals,)
+    y = kernel(*layers, *arrivals, *rows, x, w, *lora, w_out, *lora_out)[1]
+    return y[:, : layouts[1].width]
+
+
+def _scratch(layouts: tuple[ProductLayout, ProductLayout]):
+    into, out = (layout.scratch() for layout in layouts)
+    common = {name: into[name] for name in COMMON if name in into}
+    own = [{name: its[name] for name in its if name not in common} for its in (into, out)]
+    # The interpreter knows no waiting for other programs: there is one.
+    barrier = dict(made=plgpu.Barrier()) if layouts[0].interpreted else {}
+    return common | dict(into=own[0], out=own[1]) | barrier
+
+
+def _body(layouts: tuple[ProductLayout, ProductLayout], *refs, into, out, made=None, **common):
+    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    layer = jnp.int32(0)
+    if layouts[0].layered:
+        layer_ref, *refs = refs
+        layer = layer_ref[0]
+    if made is None:
+        made, *refs = refs
+    places, *refs = refs
+    run_ends = None
+    if layouts[0].terms:
+        run_ends, *refs = refs
+    *refs, h, y = refs
+    x, *refs = refs
+    # W, B of each term, A and scalings.
+    count = 1 + 3 * layouts[0].terms
+    phases = [
+        _Phase(layout, program, layer, (places, run_ends), its, operands, own, common)
+        for layout, its, operands, own in zip(
+            layouts, ((x, h), (h, y)), (refs[:count], refs[count:]), (into, out), strict=True
+        )
+    ]
+    all_made = _AllMade(layouts[0], program, made)
+
+    @pl.when(warpgroup == 1)
+    def _memory():
+        steps = phases[0].load(jnp.int32(0), None)
+        steps = phases[1].load(steps, all_made.wait)
+        drain(common["empty"], steps, layouts[0].schedule.stages)
+        for phase in phases:
+            phase.drain()
+
+    @pl.when(warpgroup == 0)
+    def _compute():
+        steps = phases[0].compute(jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+        all_made.say()
+        phases[1].compute(steps)
+        # Read is enough: the kernel's end makes what was stored visible.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+class _AllMade:
+    """Word of every program that its part of h is in memory."""
+
+    def __init__(self, layout: ProductLayout, program, word):
+        self.makers = min(layout.schedule.programs, layout.rows * layout.feature_tiles)
+        self.makes_some = program < self.makers
+        self.word, self.interpreted = word, layout.interpreted
+
+    def say(self):
+        say = plgpu.barrier_arrive if self.interpreted else arrive
+        pl.when(self.makes_some)(functools.partial(say, self.word))
+
+    def wait(self):
+        if self.interpreted:
+            plgpu.barrier_wait(self.word)
+        else:
+            wait_for_arrivals(self.word, self.makers)
+
+
+class _Phase:
+    """One of the products, in a program.
+
+    Args:
+      rows: the place and run end of each. arrays: x and y. operands: W and what adapters have.
+      own, common: the memory of this product alone, and of both.
+    """
+
+    def __init__(self, layout: ProductLayout, program, layer, rows, arrays, operands, own, common):
+        s, (places, run_ends) = layout.schedule, rows
+        total = layout.rows * layout.feature_tiles
+        self.count = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
+        words = tuple(own[name] for name in ("tile_words", "tile_full", "tile_empty"))
+        self.feed = TileFeed(layout, program, self.count, places, places, run_ends, *words)
+        barriers = {name: own[name] for name in ("full", "low_rank_full") if name in own}
+        self.stages = Stages(layout, **common, **barriers)
+        self.layout, self.layer, (self.x, self.y) = layout, layer, arrays
+        (self.w, *lora), self.buffers = operands, own["out"]
+        self.lora = layout.lora_arrays(lora)
+
+    def load(self, step, wait_for_x):
+        lora, layer = self.lora, self.layer
+        memory = ProductMemory(
+            self.feed, self.stages, self.x, self.w, lora, layer, wait_for_x=wait_for_x
+        )
+        return memory.load_tiles(None, step)[1]
+
+    def compute(self, step):
+        lora, layer = self.lora, self.layer
+        consumer = ProductConsumer(
+            self.feed, self.stages, lora, layer, self.buffers, self.y, jnp.int32(0), None
+        )
+        return consumer.compute_tiles(None, step)
+
+    def drain(self):
+        if self.layout.word_copies():
+            drain(self.feed.empty, self.count, TILES)

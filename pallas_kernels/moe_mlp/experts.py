@@ -1,0 +1,62 @@
+"""Gate, up and down of a layer's rows: two products, or one kernel where the backend has one."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import jax
+
+from pallas_kernels.grouped_lora_matmul import differentiable
+from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.lora import terms_of_part, terms_of_parts
+from pallas_kernels.moe_mlp.down import weighted_down
+from pallas_kernels.routing_plan.api import combine
+
+
+def experts(backend: ModuleType, parts, gate: Gate, x, gate_up, down, route, lora, *rest):
+    """The weighted sums of what the experts make of each token.
+
+    Args:
+      parts: the columns of gate and of up. x: [M, H], rows of the route.
+      gate_up: [E, 2 I, H]. down: [E, H, I].
+      lora: adapters of gate and up, and of down.
+      rest: `shared_u` of `differentiable.grouped_lora_matmul`, then weights and slots of
+        `weighted_down`.
+
+    Returns:
+      [T, H] in float32 (or float64).
+    """
+    run = _at_once if x.shape[0] <= backend.EXPERTS_AT_ONCE else _apart
+    return run(backend, parts, gate, x, gate_up, down, route, lora, *rest)
+
+
+def _apart(backend, parts, gate, x, gate_up, down, route, lora, shared_u, weights, slots):
+    into, out = lora
+    product = differentiable.grouped_lora_matmul
+    hidden = product(backend, parts, gate, None, x, gate_up, route.tables, into, shared_u)
+    return weighted_down(backend, hidden, down, route, out, weights, slots)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _at_once(backend, parts, gate, x, gate_up, down, route, lora, shared_u, weights, slots):
+    """In one kernel if the backend takes them; the gradient is that of products apart."""
+    into, out = terms_of_parts(parts, lora[0]), terms_of_part(0, lora[1])
+    if shared_u is None:
+        rows = backend.experts(x, gate_up, down, route.tables, into, out, gate)
+        if rows is not None:
+            return combine(rows, route.position, weights)
+    lora_of_rows = lora, shared_u, weights, slots
+    return _apart(backend, parts, gate, x, gate_up, down, route, *lora_of_rows)
+
+
+def _forward(backend, parts, gate, *arguments):
+    return jax.vjp(functools.partial(_apart, backend, parts, gate), *arguments)
+
+
+def _backward(backend, parts, gate, pull, dy):
+    del backend, parts, gate
+    return pull(dy)
+
+
+_at_once.defvjp(_forward, _backward)
