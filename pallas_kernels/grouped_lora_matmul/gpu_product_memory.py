@@ -85,9 +85,7 @@ class ProductMemory:
 
     def load_part(self, tile: Tile, step, wait=True, is_first=False):
         """Loads a tile or a part of it, whose words are waited for when they are needed."""
-        inner = self.layout.inner
-        # Of a row without an adapter: some A, which nobody uses.
-        row_slot = jnp.maximum(slot_of(self.feed.places[tile.row]), 0) if inner else None
+        row_slot = slot_of(self.feed.places[tile.row]) if self.layout.inner else None
         load_x = functools.partial(self.load_x, tile)
         load_weights = functools.partial(self.load_weights, tile, row_slot)
 
@@ -136,7 +134,7 @@ class ProductMemory:
             slot = self.feed.only_slot(tile)
             whole = functools.partial(self.load_whole, tile, step, slot)
             runs = functools.partial(self.load_runs, tile, step)
-            others = (lambda count: count) if inner else runs
+            others = (lambda count: count) if self.layout.inner else runs
             count = lax.cond(slot >= 0, whole, others, jnp.int32(0))
         return self.stages.after(step, count)
 
@@ -162,10 +160,22 @@ class ProductMemory:
         self.acquire(step)
         stage, column = self.stages.stage_of(step), (k * self.schedule.depth + block) * K_STEP
         self.load_w(tile, column, stage, block)
-        if inner := self.layout.inner:
+        if self.layout.inner:
+            self.load_a(tile, row_slot, column, stage, block)
+
+    def load_a(self, tile, slot, column, stage, block):
+        """A for the rows of a block after W's. Of a row without an adapter nobody uses them."""
+        inner, barrier = self.layout.inner, self.stages.full.at[stage]
+
+        @pl.when(slot >= 0)
+        def _load():
             where = self.stages.w_load.at[stage, block], self.layout.w_rows
-            barrier = self.stages.full.at[stage]
-            inner.load(self.lora.a, self.layer, row_slot, tile, column, *where, barrier)
+            inner.load(self.lora.a, self.layer, slot, tile, column, *where, barrier)
+
+        @pl.when(slot < 0)
+        def _do_without():
+            for _ in range(inner.copies):
+                plgpu.barrier_arrive(barrier)
 
     def load_w(self, tile, column, stage, part_of_stage):
         layout, features = self.layout, self.schedule.features
