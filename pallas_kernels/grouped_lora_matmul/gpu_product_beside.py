@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Shrinker, ShrinkLayout, for_blocks
+from pallas_kernels.hopper.arrivals import Arrivals
 
 
 class ShrinkBeside:
@@ -27,19 +28,17 @@ class ShrinkBeside:
     Args:
       program: its number in the grid.
       rows: references to x, the place and run end of each row, and u.
-      a, scalings: of each term. scratch: the shrink's.
+      a, scalings: of each term. scratch: the shrink's. word: see `Arrivals`.
     """
 
-    def __init__(self, layout: ShrinkLayout, program, layer, rows, a, scalings, scratch):
+    def __init__(self, layout: ShrinkLayout, program, layer, rows, a, scalings, scratch, word=None):
         x, place, run_end, u = rows
         self.makers = min(layout.schedule.programs, layout.units)
         self.makes_some = program < self.makers
         self.shrinker = Shrinker(layout, layer, x, a, scalings, u, **scratch)
         self.for_runs = functools.partial(for_blocks, layout, program, place, run_end)
-        # The interpreter has none, and runs programs one after the other.
-        self.arrived = None
-        if not layout.interpreted:
-            self.arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
+        # The interpreter knows no waiting, and runs programs one after the other.
+        self.arrivals = None if layout.interpreted else Arrivals(word)
 
     def load(self):
         pl.when(self.makes_some)(lambda: self.for_runs(self.shrinker.load_run))
@@ -49,10 +48,10 @@ class ShrinkBeside:
         def _make():
             self.for_runs(self.shrinker.compute_run)
             plgpu.wait_smem_to_gmem(0)
-            if self.arrived is not None:
-                plgpu.semaphore_signal(self.arrived, memory_scope="gpu")
+            if self.arrivals:
+                self.arrivals.arrive()
 
     def wait(self):
         """Until all of u is in memory."""
-        if self.arrived is not None:
-            plgpu.semaphore_wait(self.arrived, self.makers, decrement=False, memory_scope="gpu")
+        if self.arrivals:
+            self.arrivals.wait(self.makers)

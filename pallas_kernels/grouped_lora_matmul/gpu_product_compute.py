@@ -65,7 +65,7 @@ class ProductConsumer:
     def compute_part(self, tile: Tile, step):
         multiply = functools.partial(self.multiply, tile)
         sums, step = for_height(self.schedule.heights, tile.rows, multiply, step)
-        if self.layout.terms and not (self.layout.inner or self.layout.in_place):
+        if self.layout.has_runs:
             adapted = self.feed.adapted_rows(tile)
             # Out of the way of tiles of one adapter, or none: their code follows itself.
             add = functools.partial(self.add_runs, tile, adapted)

@@ -126,7 +126,9 @@ class ProductMemory:
             return step
         pl.when(wait)(lambda: self.feed.wait(tile))
         if self.beside:
-            has_adapters = (self.feed.only_slot(tile) >= 0) | (self.feed.adapted_rows(tile) > 0)
+            has_adapters = self.feed.only_slot(tile) >= 0
+            if self.layout.has_runs:
+                has_adapters |= self.feed.adapted_rows(tile) > 0
             pl.when(has_adapters)(self.beside.wait)
         if self.layout.in_place:
             count = self.load_whole_runs(tile, step)
@@ -134,7 +136,7 @@ class ProductMemory:
             slot = self.feed.only_slot(tile)
             whole = functools.partial(self.load_whole, tile, step, slot)
             runs = functools.partial(self.load_runs, tile, step)
-            others = (lambda count: count) if self.layout.inner else runs
+            others = runs if self.layout.has_runs else lambda count: count
             count = lax.cond(slot >= 0, whole, others, jnp.int32(0))
         return self.stages.after(step, count)
 
