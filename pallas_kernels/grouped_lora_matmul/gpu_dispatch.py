@@ -72,12 +72,12 @@ def dispatch_unsorted(x, groups: int, group, token_slots, valid) -> tuple[Route,
     """
     rows, choices = group.size, group.shape[1]
     sizes = _Sizes(rows, choices, groups, 1)
-    found, place, *arrivals = _call(
-        _unsorted_kernel, "lora_rows", sizes, (rows, 1, 1), x, group, token_slots, valid
+    found, place, arrivals = _call(
+        _unsorted_kernel, "lora_rows", sizes, (rows, 1), x, group, token_slots, valid
     )
     row = np.arange(rows, dtype=np.int32)  # constants cost no launch
     token, position = jnp.asarray(row // choices), jnp.asarray(row.reshape(group.shape))
-    return Route(token, position, unsorted(place, tuple(arrivals))), found
+    return Route(token, position, unsorted(place, arrivals)), found
 
 
 def _call(kernel, name: str, sizes: _Sizes, numbers, x, group, token_slots, valid):
@@ -154,13 +154,12 @@ def _rows(sizes: _Sizes, routing: _Routing, first, count: int) -> _Rows:
     return _Rows(row, token, place, exist)
 
 
-def _unsorted_kernel(sizes: _Sizes, routing: _Routing, x, y, place_out, *arrivals):
+def _unsorted_kernel(sizes: _Sizes, routing: _Routing, x, y, place_out, arrivals):
     own = _rows(sizes, routing, pl.program_id(0) * sizes.height, sizes.height)
 
     @pl.when(pl.program_id(0) == 0)
     def _none():
-        for word in arrivals:
-            word[0] = 0
+        arrivals[0] = 0
 
     plgpu.store(place_out.at[own.row], own.place, mask=own.exist)
     _copy_rows(own, own.row, x, y, _load_rows(own, x, 0))

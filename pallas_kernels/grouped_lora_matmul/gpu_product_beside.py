@@ -28,17 +28,17 @@ class ShrinkBeside:
     Args:
       program: its number in the grid.
       rows: references to x, the place and run end of each row, and u.
-      a, scalings: of each term. scratch: the shrink's. word: see `Arrivals`.
+      a, scalings: of each term. scratch: the shrink's.
     """
 
-    def __init__(self, layout: ShrinkLayout, program, layer, rows, a, scalings, scratch, word=None):
+    def __init__(self, layout: ShrinkLayout, program, layer, rows, a, scalings, scratch):
         x, place, run_end, u = rows
         self.makers = min(layout.schedule.programs, layout.units)
         self.makes_some = program < self.makers
         self.shrinker = Shrinker(layout, layer, x, a, scalings, u, **scratch)
         self.for_runs = functools.partial(for_blocks, layout, program, place, run_end)
         # The interpreter knows no waiting, and runs programs one after the other.
-        self.arrivals = None if layout.interpreted else Arrivals(word)
+        self.arrivals = None if layout.interpreted else Arrivals()
 
     def load(self):
         pl.when(self.makes_some)(lambda: self.for_runs(self.shrinker.load_run))

@@ -146,8 +146,7 @@ class ProductLayout:
         lora += f"_c{len(self.classes)}" if len(self.classes) > 1 else ""
         return f"lora_{kind}{lora}_k{self.k}_n{self.width}_f{s.features}_h{s.heights[-1]}"
 
-    def stage_uses(self):
-        """What stages of x, and of W, hold in turns: a list of views of each use."""
+    def scratch(self):
         s, r = self.schedule, self.rank_step
         b_features = 64 if self.by_rows else s.features
         x_uses = [two_views((s.stages, s.depth, self.x_rows, 64), self.dtype)]
@@ -157,9 +156,10 @@ class ProductLayout:
             w_shape, whole = (s.stages, s.depth, self.block_rows, 64), None
         w_uses = [two_views(w_shape, self.dtype, load_shape=whole)]
         if self.terms and not self.inner:
-            x_uses.append(two_views(self.u_shape, self.dtype))
+            u_shape = s.stages, self.runs_of_stage, self.u_rows // self.runs_of_stage, r
+            x_uses.append(two_views(u_shape, self.dtype))
             if self.in_place and not self.interpreted:
-                words = *self.u_shape[:2], self.u_shape[2] * r // 2
+                words = *u_shape[:2], u_shape[2] * r // 2
                 x_uses.append([plgpu.SMEM(words, jnp.int32)])
         b_shape = (s.stages * self.b_per_stage, r, b_features)
         if self.inner:
@@ -171,16 +171,6 @@ class ProductLayout:
         if self.beside:
             for uses, views in zip((x_uses, w_uses), self.beside.stage_views(), strict=True):
                 uses.append(views)
-        return x_uses, w_uses
-
-    @property
-    def u_shape(self) -> tuple[int, ...]:
-        runs = self.runs_of_stage
-        return self.schedule.stages, runs, self.u_rows // runs, self.rank_step
-
-    def scratch(self):
-        s = self.schedule
-        x_uses, w_uses = self.stage_uses()
         scratch = dict(
             x_stage=overlaid(*x_uses, interpreted=self.interpreted),
             w_stage=overlaid(*w_uses, interpreted=self.interpreted),
@@ -214,7 +204,7 @@ class ProductLayout:
             scratch["health"] = plgpu.SMEM((s.consumers, 64), jnp.float32)
             scratch["judged"] = plgpu.Barrier(num_arrivals=s.consumers)
             if self.interpreted:
-                scratch["kept_u"] = plgpu.SMEM((s.consumers, *self.u_shape), self.dtype)
+                scratch["kept_u"] = plgpu.SMEM((s.consumers, *u_shape), self.dtype)
         return scratch
 
     @property

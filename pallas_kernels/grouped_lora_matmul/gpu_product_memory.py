@@ -126,9 +126,7 @@ class ProductMemory:
             return step
         pl.when(wait)(lambda: self.feed.wait(tile))
         if self.beside:
-            has_adapters = self.feed.only_slot(tile) >= 0
-            if self.layout.has_runs:
-                has_adapters |= self.feed.adapted_rows(tile) > 0
+            has_adapters = (self.feed.only_slot(tile) >= 0) | (self.feed.adapted_rows(tile) > 0)
             pl.when(has_adapters)(self.beside.wait)
         if self.layout.in_place:
             count = self.load_whole_runs(tile, step)

@@ -85,8 +85,7 @@ class Tables:
       run_end: int32 [M], where the row's run (rows of one place) ends.
       pieces, tiles: see there; no tiles where every row is one, or where groups are equal.
       runs: None unless rows are known to be sorted by group, and not by slot.
-      arrivals: int32 [1] each, of rows that are tiles: zeros, for one kernel whose programs count
-        there.
+      arrivals: int32 [1], of rows that are tiles: 0, for one kernel whose programs count there.
       in_order: whether rows are known to be sorted by (group, slot), so that each is one run.
       equal: whether all groups have equally many rows, so that tiles follow from their number.
     """
@@ -96,7 +95,7 @@ class Tables:
     pieces: Pieces
     tiles: Tiles | None
     runs: OrderedRuns | None = None
-    arrivals: tuple[jax.Array, ...] = ()
+    arrivals: jax.Array | None = None
     in_order: bool = False
     equal: bool = False
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 from pallas_kernels.hopper.machine import (
     HALF_MEMORY,
@@ -36,7 +35,6 @@ BLOCK_OF_ROWS = 8  # at most, of a unit of a shrink of few rows
 BYTES_BESIDE = 2 * BLOCK_OF_ROWS * 128  # of shared memory, that such a shrink has beside stages
 ENOUGH_BESIDE = 32  # programs without tiles of a product, for its shrink, and
 FEWEST_BESIDE = 24  # with tiles: a product of fewer does not last as long as its shrink
-ROWS_OF_MAKER = 4  # of one program that makes u while others have their tiles, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,65 +170,41 @@ def product_schedule(
     )
 
 
-class ExpertsSchedule(NamedTuple):
-    """How gate and up, and down, of rows that are tiles each are cut, with one ring of stages.
-
-    Attributes:
-      into: of gate and up. out: of down.
-      ring_rows: how many rows a block of a stage has.
-      makers: of u for gate and up, or None where every tile makes its own.
-    """
-
-    into: ProductSchedule
-    out: ProductSchedule
-    ring_rows: int
-    makers: ShrinkSchedule | None
-
-
-def experts_schedule(
-    rows: int, width: int, hidden: int, rank_tile: int, made_into: int, made_out: int
-) -> ExpertsSchedule | None:
-    """For `width` features of the gate and `hidden` of the result.
+def experts_schedules(
+    rows: int, width: int, hidden: int, made_into: int, made_out: int
+) -> tuple[ProductSchedule, ProductSchedule, int] | None:
+    """Those of gate and up, and of down, of rows that are tiles each, with one ring of stages.
 
     Args:
-      rank_tile: see `ShrinkSchedule`, of gate and up. made_into, made_out: ranks of their u.
+      width: features of the gate. hidden: of the result.
+      made_into, made_out: ranks of u that the products make.
 
     Returns:
-      None if too few stages have room.
+      The schedules, and how many rows a block of a stage has; None if too few stages have room.
     """
-
-    def programs_of(tiles: int) -> int:
-        return -(-tiles // -(-tiles // PROGRAMS))  # no fewer take as many turns
-
-    def tiles_of(features: int) -> int:
-        return rows * -(-width // features)
-
-    features = _narrow_gated(width, rows, 0)
-    out_programs = programs_of(rows * -(-hidden // 64))
-    makers = min(rows, PROGRAMS - max(programs_of(tiles_of(features)), out_programs))
-    if not made_into or ROWS_OF_MAKER * makers < rows:
-        features, makers = _narrow_gated(width, rows, made_into), 0
-    inner = 0 if makers else made_into
-    # Of each product the words of its tiles, two buffers, and u.
-    free = SHARED_MEMORY - 8 * ARRAY - BYTES_BESIDE
+    heights, buffers = (8,), 2
+    features = _narrow_gated(width, rows, made_into)
+    # Of each product the words of its tiles and two buffers; u.
+    free = SHARED_MEMORY - 7 * ARRAY
     for depth in (DEPTH, DEPTH // 2):
         ring_rows = max(
-            block_rows(2 * features, features, inner, depth), block_rows(64, 64, made_out, depth)
+            block_rows(2 * features, features, made_into, depth),
+            block_rows(64, 64, made_out, depth),
         )
-        stages = min(12, free // (depth * (ring_rows + 8) * 128))
+        stages = free // (depth * (ring_rows + heights[-1]) * 128)
         if stages >= 3:
             break
     else:
         return None
-    into, out = (
-        ProductSchedule(1, 1, (8,), depth, stages, 2, programs, 1, width)
-        for programs, width in ((programs_of(tiles_of(features)), features), (out_programs, 64))
-    )
-    shrink = None
-    if makers:
-        stages = stages * depth // SHRINK_STEPS  # as far as x has room
-        shrink = ShrinkSchedule(1, False, rank_tile, (BLOCK_OF_ROWS,), stages, makers)
-    return ExpertsSchedule(into, out, ring_rows, shrink)
+
+    def schedule(features: int, tiles: int):
+        programs = min(PROGRAMS, tiles)
+        return ProductSchedule(
+            1, 1, heights, depth, min(12, stages), buffers, programs, 1, features
+        )
+
+    into, out = rows * -(-width // features), rows * -(-hidden // 64)
+    return schedule(features, into), schedule(64, out), ring_rows
 
 
 def _narrow(width: int, made_ranks: int) -> int:

@@ -20,7 +20,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BLOCKS_OF_ROWS,
     BYTES_BESIDE,
     ProductSchedule,
-    experts_schedule,
+    experts_schedules,
     packed_columns,
     product_schedule,
     rank_tile,
@@ -126,38 +126,21 @@ def experts(x, gate_up, down, tables: Tables, into, out, gate):
         return None
     width, hidden = gate_up.shape[1] // 2, down.shape[1]
     starts = tuple(term.start for term in into), (0,) * len(out)
-    into, out = _terms_of_experts(into), _terms_of_experts(out)
-    inner = [
-        Inner(terms.unmade, its, tuple(b.shape[3] for b in terms.factors), terms is into)
-        for terms, its in zip((into, out), starts, strict=True)
-        if terms is not None
-    ]
-    made = tuple(its.used for its in inner) or (0, 0)
+    terms, made = [None, None], [0, 0]
+    for number, its in enumerate((into, out) if into else ()):
+        a, b, scalings = (tuple(getattr(term.pair, name) for term in its) for name in Lora._fields)
+        unmade = tuple(map(Unmade, *_whole_factors(a, scalings)))
+        terms[number] = Terms((), tuple(map(_whole_ranks, b)), unmade)
+        widths = tuple(factor.shape[3] for factor in b)
+        made[number] = Inner(unmade, starts[number], widths, number == 0).used
     if max(made) > RANKS:
         return None
-    tile = inner[0].owned if inner else 0
-    schedule = experts_schedule(x.shape[0], width, hidden, tile, *made)
-    if schedule is None:
+    found = experts_schedules(x.shape[0], width, hidden, *made)
+    if found is None:
         return None
-    if schedule.makers:
-        a, scalings = zip(*into.unmade, strict=True)
-        none = (0,) * len(a)
-        makers = ShrinkLayout(x, a, scalings, (0,), none, schedule.makers, False)
-        into = into._replace(beside=makers)
-    products = (
-        Product(gate_up, into, starts[0], schedule.into),
-        Product(down, out, starts[1], schedule.out),
-    )
-    return experts_kernel(tables, x, *products, gate, schedule.ring_rows)
-
-
-def _terms_of_experts(terms) -> Terms | None:
-    """Those of one product, which makes u."""
-    if not terms:
-        return None
-    a, b, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in Lora._fields)
-    unmade = tuple(map(Unmade, *_whole_factors(a, scalings)))
-    return Terms((), tuple(map(_whole_ranks, b)), unmade)
+    *schedules, ring_rows = found
+    products = map(Product, (gate_up, down), terms, starts, schedules)
+    return experts_kernel(tables, x, *products, gate, ring_rows)
 
 
 def _terms(x, tables, u, factors, starts, firsts, gate, schedule, is_dense):

@@ -25,9 +25,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BYTES_BESIDE,
-    SHRINK_STEPS,
-    ShrinkSchedule,
-    experts_schedule,
+    experts_schedules,
     packed_columns,
     product_schedule,
     rank_tile,
@@ -274,46 +272,35 @@ class InnerCase(ProductCase):
         return np.asarray(gated(left, right, self.gate), np.float64)
 
 
-def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, width, makers):
-    """Both products in one kernel, whose one program has tiles of `width` features of the gate.
-
-    With `makers` a program before it makes u of gate and up: that is read without a wait, as
-    programs run one after the other, which the interpreter takes for a race.
-    """
+def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, width):
+    """Both products in one kernel, whose one program has tiles of `width` features of the gate."""
     tables = into.tables(group, row_slots)
-    ranks = [max((term.rank for term in case.terms), default=0) for case in (into, out)]
-    tiles = [rank_tile(rank) if rank else 0 for rank in ranks]
-    made = 2 * tiles[0], tiles[1]
-    schedule = experts_schedule(into.rows, into.n // 2, out.n, tiles[0], *made)
-    depth, rows = schedule.into.depth, max(2 * width + 64, schedule.ring_rows)
-    cut = dict(programs=1, stages=3)
-    products = [
-        dataclasses.replace(schedule.into, width=width, **cut),
-        dataclasses.replace(schedule.out, **cut),
-    ]
-    shrink = ShrinkSchedule(1, False, tiles[0], (8,), 3 * depth // SHRINK_STEPS, 1)
 
-    def product(x, its, case, schedule, has_makers):
-        w, a, b, scalings = its
+    def product(case, w, a, b, scalings):
+        if case.layered:
+            w, a, b, scalings = in_layers((w, a, b, scalings))
         terms = Terms((), tuple(b), tuple(map(Unmade, a, scalings))) if case.terms else None
-        if has_makers:
-            none = (0,) * len(a)
-            terms = terms._replace(beside=ShrinkLayout(x, a, scalings, (0,), none, shrink, True))
-        return Product(w, terms, case.of_terms["starts"], schedule)
+        parts = 1 if case.gate is None else 2
+        ranks = [rank_tile(max(term.rank for term in case.terms))] if case.terms else [0]
+        return w, terms, case.of_terms["starts"], sum(ranks * (parts if case.terms else 1))
+
+    products = product(into, *call[1:]), product(out, *of_out[1:])
+    n, hidden = into.n // 2, out.n
+    *schedules, ring_rows = experts_schedules(into.rows, n, hidden, *(its[3] for its in products))
+    cut = dict(programs=1, stages=3)
+    schedules = [dataclasses.replace(its, **cut) for its in schedules]
+    schedules[0] = dataclasses.replace(schedules[0], width=width)
+    ring_rows = max(ring_rows, 2 * width + 64)
 
     @jax.jit
-    def run(tables, x, of_into, of_out):
+    def run(tables, x, arrays):
         both = (
-            product(x, of_into, into, products[0], makers),
-            product(x, of_out, out, products[1], False),
+            Product(*its, starts, schedule)
+            for its, (_, _, starts, _), schedule in zip(arrays, products, schedules, strict=True)
         )
-        return experts_kernel(tables, x, *both, into.gate, rows, interpreted=True)
+        return experts_kernel(tables, x, *both, into.gate, ring_rows, interpreted=True)
 
-    x, *of_into = call
-    operands = [of_into, list(of_out[1:])]
-    if into.layered:
-        operands = in_layers(operands)
-    return interpret(run, tables, x, *operands, detect_races=not makers)
+    return interpret(run, tables, call[0], [its[:2] for its in products])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -192,23 +192,22 @@ def test_many_products_that_make_u(name, data, seed):
 
 
 EXPERTS = {
-    "adapters": (True, 48, False),
-    "adapters whose u others make": (True, 48, True),
-    "none": (False, 64, False),
+    "adapters": (True, 48),
+    "none": (False, 64),
 }
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_in_one_kernel(name):
     """One program has all tiles: the interpreter knows no waits for others."""
-    adapted, *cut = EXPERTS[name]
+    adapted, width = EXPERTS[name]
     into = InnerCase(
         5, 320, 256, (Term(0, 128, 8), Term(128, 128, 24)) * adapted, gate=Gate(), layered=adapted
     )
     out = InnerCase(5, 128, 192, (Term(0, 192, 16),) * adapted, layered=adapted)
     group, slots = np.array([2, 0, 4, 1, 2]), np.array([1, -1, -1, 0, 2])
     call, of_out = into.arguments_of(group, slots), out.arguments_of(group, slots, seed=1)
-    found = gpu_interpreter.experts(into, out, group, slots, call, of_out, *cut)
+    found = gpu_interpreter.experts(into, out, group, slots, call, of_out, width)
     h = into.of_rows(*call, group, slots).astype(jnp.bfloat16)
     assert_close(found, out.of_rows(h, *of_out[1:], group, slots))
 
@@ -459,7 +458,7 @@ def test_rows_that_are_tiles(terms):
     group = np.where(groups_of_rows(sizes, 7) < 0, case.groups, groups_of_rows(sizes, 7))
     place = jnp.asarray(gpu_rows.place_of(group, slots, case.groups)[order])
     low = case.packed(u)[order] if terms else ()
-    tables = gpu_rows.unsorted(place, ())
+    tables = gpu_rows.unsorted(place, None)
     found = gpu_interpreter.interpret(case.compiled, tables, x[order], w, low, factors)
     assert_close(found, case.expect(*arguments)[order])
 

@@ -69,7 +69,6 @@ def product_layout(
     out_dtype=jnp.bfloat16,
     makes_u=False,
     ring_rows=0,
-    makers=None,
 ):
     """Sizes of the product kernel; `ranks` has one entry for each low-rank term."""
     gate = Gate() if parts == 2 else None
@@ -83,12 +82,7 @@ def product_layout(
     if makes_u:
         scaling = array(8, 1, dtype=jnp.float32)
         unmade = tuple(Unmade(array(8, groups, rank, k), scaling) for rank in ranks)
-        beside = None
-        if makers:
-            a, none = tuple(its.factor for its in unmade), (0,) * len(unmade)
-            scalings = (scaling,) * len(unmade)
-            beside = gpu_shrink.ShrinkLayout(array(rows, k), a, scalings, (0,), none, makers, False)
-        terms = gpu_product.Terms((), terms.factors, unmade, beside)
+        terms = gpu_product.Terms((), terms.factors, unmade)
     n, firsts = parts * width, (0,) * len(ranks)
     w = array(groups, n, k) if contract == 2 else array(groups, k, n)
     x = array(rows, k)
@@ -196,12 +190,12 @@ def test_products_that_make_u(name, rank):
 def test_experts_in_one_kernel_share_a_ring(name, rank):
     shape = EXPERT_SHAPES[name]
     hidden, wide, rows = shape.hidden, shape.intermediate, shape.top_k
-    tile = gs.rank_tile(rank) if rank else 0
-    schedule = gs.experts_schedule(rows, wide, hidden, tile, 2 * tile, tile)
-    into, out = schedule.into, schedule.out
+    made = gs.rank_tile(rank) if rank else 0
+    *schedules, ring_rows = gs.experts_schedules(rows, wide, hidden, 2 * made, made)
+    sizes = (hidden, wide, 2), (wide, hidden, 1)
     layouts = [
         product_layout(
-            its,
+            schedule,
             rows,
             shape.experts,
             k,
@@ -209,28 +203,19 @@ def test_experts_in_one_kernel_share_a_ring(name, rank):
             parts,
             (rank,) * parts if rank else (),
             makes_u=rank > 0,
-            ring_rows=schedule.ring_rows,
-            makers=makers,
+            ring_rows=ring_rows,
         )
-        for its, k, width, parts, makers in (
-            (into, hidden, wide, 2, schedule.makers),
-            (out, wide, hidden, 1, None),
-        )
+        for schedule, (k, width, parts) in zip(schedules, sizes, strict=True)
     ]
     assert shared_memory(gpu_experts._scratch(layouts)) <= LIMIT
+    into, out = schedules
     assert (into.depth, into.stages) == (out.depth, out.stages) and into.stages >= 3
-    makers = layouts[0].first_program
-    assert makers + max(into.programs, out.programs) <= MULTIPROCESSORS
-    assert makers == 0 or (rank > 0 and makers * gs.ROWS_OF_MAKER >= rows)
     for layout in layouts:
-        assert layout.block_rows == schedule.ring_rows
-        assert layout.w_rows - layout.schedule.width + 64 <= layout.block_rows
-        if layout.inner:
-            assert 0 <= layout.first_rank and layout.first_rank + layout.inner.used <= 64
-    views = [its.stage_uses() for its in layouts]
-    for rings in zip(*views, strict=True):
-        base, *others = (math.prod(its[-1].shape) for uses in rings for its in uses)
-        assert all(size <= base for size in others)
+        assert layout.block_rows == ring_rows and layout.first_a_row + 64 <= ring_rows
+        used = layout.inner.used if rank else 0
+        assert 0 <= layout.first_rank and layout.first_rank + used <= 64
+    ends = [layout.w_rows - layout.schedule.width + 64 for layout in layouts]
+    assert max(ends) <= ring_rows
 
 
 @pytest.mark.parametrize(
