@@ -100,6 +100,11 @@ def _equal_groups(x, w, contract):
 
 def _product(block, weight, contract):
     """[(G,) height, K] times [(G,) N, K] (contract 2) or [(G,) K, N] (contract 1)."""
+    columns = -contract  # the axis of them in the weight
+    if weight.shape[columns] == 1:
+        # From JAX 0.12 on, one column in a loop is a sum of another order than outside of one.
+        weight = jnp.concatenate([weight, weight], axis=columns)
+        return _product(block, weight, contract)[..., :1]
     operand = jnp.promote_types(block.dtype, weight.dtype)
     batch = tuple(range(block.ndim - 2))
     return lax.dot_general(
