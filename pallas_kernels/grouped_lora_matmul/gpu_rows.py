@@ -265,7 +265,8 @@ def runs_of_buckets(tables: Tables, first_slot: int, slots: int, groups: int) ->
     # Short keys take half the passes of a radix sort.
     key = bucket.astype(jnp.uint16) if count < 65536 else bucket
     _, order = lax.sort((key, row), num_keys=1, is_stable=True)
-    return Runs(stop - sizes, stop, order, tables.run_end[order])
+    # A constant, which a gradient may get as NumPy's.
+    return Runs(stop - sizes, stop, order, jnp.asarray(tables.run_end)[order])
 
 
 def group_ends(group_sizes, groups: int, rows: int) -> jax.Array:

@@ -73,7 +73,7 @@ def test_products_of_one_token_make_u(tokens, rank, shrinks):
     assert len(set(kernels)) == shrinks, kernels
 
 
-@pytest.mark.parametrize("tokens", [3, 300])
+@pytest.mark.parametrize("tokens", [1, 3, 300])
 def test_gradients(tokens):
     function, (x, *rest) = layer("qwen3-30b-a3b", tokens)
 
