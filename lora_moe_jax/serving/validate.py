@@ -36,6 +36,12 @@ def token_ids(prompt, key: str, vocab_size: int) -> list[int]:
             expected="a string or a list of integers",
             found=type(prompt).__name__,
         )
+    if len(prompt) == 0:
+        raise RequestError("a prompt is empty", key=key, expected="at least one token", found="0")
+    tokens = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
+    # One look at each of thousands in Python is a millisecond that a prompt waits.
+    if set(map(type, tokens)) == {int} and 0 <= min(tokens) and max(tokens) < vocab_size:
+        return tokens
     for i, token in enumerate(prompt):
         if not _is_int(token) or not 0 <= token < vocab_size:
             raise RequestError(
@@ -44,8 +50,6 @@ def token_ids(prompt, key: str, vocab_size: int) -> list[int]:
                 expected=f"an integer from 0 to {vocab_size - 1}",
                 found=repr(token),
             )
-    if len(prompt) == 0:
-        raise RequestError("a prompt is empty", key=key, expected="at least one token", found="0")
     return [int(token) for token in prompt]
 
 
