@@ -7,6 +7,10 @@ up made, so programs wait for each other between; meanwhile W of down is on its 
     multiply, gate, store h | say so                  wait for all   | multiply, store
 
 Both are the products of `gpu_product`, tile by tile, with one ring of stages.
+
+Each program has a multiprocessor of its own, or those that wait would be in the way of those they
+wait for. Kernels beside it make it late, no more, unless they wait for each other too: two processes
+that run such kernels cannot share a GPU at the same moment (MPS).
 """
 
 from __future__ import annotations
