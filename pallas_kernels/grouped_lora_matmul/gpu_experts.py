@@ -9,8 +9,8 @@ up made, so programs wait for each other between; meanwhile W of down is on its 
 Both are the products of `gpu_product`, tile by tile, with one ring of stages.
 
 Each program has a multiprocessor of its own, or those that wait would be in the way of those they
-wait for. Kernels beside it make it late, no more, unless they wait for each other too: two processes
-that run such kernels cannot share a GPU at the same moment (MPS).
+wait for. Kernels beside it make it late, no more, unless their programs wait for each other too:
+two processes with such kernels cannot share a GPU at the same moment (MPS).
 """
 
 from __future__ import annotations
