@@ -91,6 +91,11 @@ def layer_of(*arrays) -> jax.Array | None:
     return jnp.asarray(layers[0], jnp.int32).reshape(1)
 
 
+def number_of(layer):
+    """The number in a kernel's reference to what `layer_of` gave; 0 for None."""
+    return jnp.int32(0) if layer is None else layer[0]
+
+
 def as_stack(array) -> jax.Array:
     """`[layers, *shape]`; of an array that has no layers, the stack of it alone."""
     return array.stack if is_layered(array) else array[None]

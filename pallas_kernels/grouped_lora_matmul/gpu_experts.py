@@ -36,7 +36,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
 from pallas_kernels.hopper.arrivals import Arrivals
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
-from pallas_kernels.layered import layer_of
+from pallas_kernels.layered import layer_of, number_of
 
 COMMON = "x_stage", "w_stage", "empty", "own_u"  # what the products have in turns
 
@@ -117,7 +117,7 @@ def _scratch(layouts: tuple[ProductLayout, ProductLayout]):
 def _body(layouts: tuple[ProductLayout, ProductLayout], *refs, into, out, made=None, **common):
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     refs, first = list(refs), layouts[0]
-    layer = refs.pop(0)[0] if first.layered else jnp.int32(0)
+    layer = refs.pop(0) if first.layered else None
     word = None if first.interpreted else refs.pop(0)
     rows = refs.pop(0), refs.pop(0) if first.terms else None
     y, h = refs.pop(), refs.pop()
@@ -157,6 +157,7 @@ class _Phase:
     """One of the products, in a program.
 
     Args:
+      layer: a reference to its number, or None.
       rows: the place and run end of each. arrays: x and y. operands: W and what adapters have.
       own, common: the memory of this product alone, and of both.
     """
@@ -173,12 +174,16 @@ class _Phase:
         self.makes_some, self.lora = program < s.programs, layout.lora_arrays(lora)
 
     def load(self, step, wait_for_x):
-        arrays = self.x, self.w, self.lora, self.layer
+        # On their way together: behind a barrier, or the compiler has one wait for the other.
+        first, layer = self.feed.read(0), number_of(self.layer)
+        both = lax.optimization_barrier((first.group, first.place, layer))
+        first, layer = first._replace(group=both[0], place=both[1]), both[2]
+        arrays = self.x, self.w, self.lora, layer
         memory = ProductMemory(self.feed, self.stages, *arrays, wait_for_x=wait_for_x)
-        return memory.load_tiles(None, step)[1]
+        return memory.load_tiles(first, None, step)[1]
 
     def compute(self, step):
-        arrays = self.lora, self.layer, self.buffers, self.y
+        arrays = self.lora, number_of(self.layer), self.buffers, self.y
         consumer = ProductConsumer(self.feed, self.stages, *arrays, jnp.int32(0), None)
         return consumer.compute_tiles(None, step)
 

@@ -53,7 +53,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
-from pallas_kernels.layered import layer_of, merged
+from pallas_kernels.layered import layer_of, merged, number_of
 
 
 class Terms(NamedTuple):
@@ -168,10 +168,9 @@ def _body(
 ):
     s = layout.schedule
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    layer = jnp.int32(0)
+    layer_ref = None
     if layout.layered:
         layer_ref, *refs = refs
-        layer = layer_ref[0]
     words = None
     if layout.equal:
         count = equal_tiles(layout.rows, layout.groups, s.heights[-1], s.together)
@@ -202,6 +201,7 @@ def _body(
     if layout.beside:
         shrink |= zip(("x_views", "a_views"), stages.of_shrink, strict=True)
         rows = x, places, run_ends, made
+        layer = number_of(layer_ref)
         beside = ShrinkBeside(layout.beside, program, layer, rows, lora.a, lora.scalings, shrink)
 
     def set_registers(action, count):
@@ -211,9 +211,11 @@ def _body(
     @pl.when(warpgroup == s.consumers)
     def _memory():
         set_registers("decrease", 56 if layout.in_place else 40)
+        # On their way together: what either is needed for waits for it alone.
+        first, layer = feed.read(0), number_of(layer_ref)
         memory = ProductMemory(feed, stages, x, w, lora, layer, beside=beside)
         judge = functools.partial(is_spoiled, health, judged)
-        tiles, steps = memory.load_tiles(judge, jnp.int32(0))
+        tiles, steps = memory.load_tiles(first, judge, jnp.int32(0))
         drain(stages.empty, steps, s.stages)
         if layout.word_copies():
             drain(feed.empty, tiles, TILES)
@@ -223,6 +225,7 @@ def _body(
         # What the other warpgroup has given back of the 168 that each begins with.
         set_registers("increase", 224 if layout.in_place else 232)
         in_place = InPlace(feed, stages, health, judged, warpgroup) if layout.in_place else None
+        layer = number_of(layer_ref)
         consumer = ProductConsumer(feed, stages, lora, layer, out, y, warpgroup, in_place)
 
         consumer.compute_tiles(in_place and in_place.judge, jnp.int32(0))

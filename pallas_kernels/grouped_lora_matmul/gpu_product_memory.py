@@ -46,10 +46,10 @@ class ProductMemory:
         self.first_group = layer * self.layout.groups_of_layer
         self.first_slots = [layer * count for count in self.layout.slots_of_layer]
 
-    def load_tiles(self, judge, step):
+    def load_tiles(self, first: Tile, judge, step):
         """Loads the program's tiles from a step on; `judge` is that of `for_tiles`.
 
-        Returns how many tiles that were, and the next step.
+        `first` has been read already. Returns how many tiles that were, and the next step.
         """
 
         def load(i, again, state):
@@ -62,8 +62,7 @@ class ProductMemory:
             step, is_mixed = self.load_tile(tile, again, step, i == 0)
             return (following, step), is_mixed
 
-        start = self.feed.read(0), step
-        tiles, (_, step) = for_tiles(self.layout, self.feed.count, load, judge, start)
+        tiles, (_, step) = for_tiles(self.layout, self.feed.count, load, judge, (first, step))
         return tiles, step
 
     def load_tile(self, tile: Tile, by_run, step, is_first):
@@ -85,7 +84,7 @@ class ProductMemory:
 
     def load_part(self, tile: Tile, step, wait=True, is_first=False):
         """Loads a tile or a part of it, whose words are waited for when they are needed."""
-        row_slot = slot_of(self.feed.places[tile.row]) if self.layout.inner else None
+        row_slot = slot_of(tile.place) if self.layout.inner else None
         load_x = functools.partial(self.load_x, tile)
         load_weights = functools.partial(self.load_weights, tile, row_slot)
 

@@ -36,7 +36,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 )
 from pallas_kernels.hopper.memory import from_first, overlaid, two_views, views_of
 from pallas_kernels.hopper.store import store_rows
-from pallas_kernels.layered import is_layered, layer_of, merged
+from pallas_kernels.layered import is_layered, layer_of, merged, number_of
 
 
 @functools.partial(
@@ -234,10 +234,9 @@ class _Run(NamedTuple):
 
 def _body(layout: ShrinkLayout, *refs, **scratch):
     s, terms = layout.schedule, layout.terms
-    layer = jnp.int32(0)
+    layer_ref = None
     if layout.layered:
         layer_ref, *refs = refs
-        layer = layer_ref[0]
     x, place, run_end, piece_count, piece_row, *refs = refs
     factors, scalings, u = refs[:terms], refs[terms : 2 * terms], refs[-1]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -247,7 +246,12 @@ def _body(layout: ShrinkLayout, *refs, **scratch):
         ]
         for name in ("x", "a")
     }
-    kernel = Shrinker(layout, layer, x, factors, scalings, u, **views, **scratch)
+
+    def kernel():
+        # Each role reads the layer's number, beside the first run's place: not one after the other.
+        layer = number_of(layer_ref)
+        return Shrinker(layout, layer, x, factors, scalings, u, **views, **scratch)
+
     if s.block is None:
         count = piece_count[piece_count.shape[0] - 1]
         for_runs = functools.partial(_for_pieces, layout, program, count, place, run_end, piece_row)
@@ -256,11 +260,11 @@ def _body(layout: ShrinkLayout, *refs, **scratch):
 
     @pl.when(warpgroup == 1)
     def _memory():
-        for_runs(kernel.load_run)
+        for_runs(kernel().load_run)
 
     @pl.when(warpgroup == 0)
     def _compute():
-        for_runs(kernel.compute_run)
+        for_runs(kernel().compute_run)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -291,6 +295,7 @@ def _for_pieces(layout: ShrinkLayout, program, count, place, run_end, piece_row,
 def for_blocks(layout: ShrinkLayout, program, place, run_end, handle):
     """handle(run, step) for each adapted run of a program's blocks of rows."""
     s, apart = layout.schedule, jnp.int32(layout.parts_apart)
+    units = _units_of_program(layout.units, program, s.programs)
 
     def run_at(part, row, end):
         found = place[row]
@@ -308,7 +313,10 @@ def for_blocks(layout: ShrinkLayout, program, place, run_end, handle):
     def unit(i, state):
         first, step = state
         part, _, end = block_of(i)
-        following = run_at(*block_of(i + 1))
+        # The last one waits for no other's words.
+        following = lax.cond(
+            i + 1 < units, lambda: run_at(*block_of(i + 1)), lambda: ended(part, end)
+        )
 
         def run(state):
             found, step = state
@@ -322,7 +330,6 @@ def for_blocks(layout: ShrinkLayout, program, place, run_end, handle):
 
         return following, lax.while_loop(lambda state: state[0].row < end, run, (first, step))[1]
 
-    units = _units_of_program(layout.units, program, s.programs)
     lax.fori_loop(0, units, unit, (run_at(*block_of(0)), jnp.int32(0)))
 
 

@@ -29,6 +29,7 @@ class Tile(NamedTuple):
       k_steps: stages of the K loop; 0 for rows past the last group, which become zeros.
       feature: the first of the tile's features.
       skipped: of a part of a tile, the rows before its first.
+      place: of its first row, where every row is a tile or u is made.
     """
 
     slot: jax.Array
@@ -38,6 +39,7 @@ class Tile(NamedTuple):
     k_steps: jax.Array
     feature: jax.Array
     skipped: jax.Array
+    place: jax.Array | None
 
 
 class TileFeed:
@@ -75,27 +77,30 @@ class TileFeed:
         layout = self.layout
         return equal_tile(layout.rows, layout.groups, self.schedule.heights[-1], tile)
 
-    def tile_of(self, i, words, slice_of) -> Tile:
+    def tile_of(self, i, words, slice_of, place) -> Tile:
         layout = self.layout
         row, rows, group = words
         k_steps = jnp.where(group < layout.groups, layout.k_steps, 0)
         group = jnp.minimum(group, layout.groups - 1)
         feature = slice_of * self.schedule.features
         slot = lax.rem(i, jnp.int32(TILES))
-        return Tile(slot, group, row, rows, k_steps, feature, jnp.int32(0))
+        return Tile(slot, group, row, rows, k_steps, feature, jnp.int32(0), place)
 
     def read(self, i) -> Tile:
         """From the table; the words past its end are read, early, but nothing uses them."""
-        tile, slice_of = self.number(i)
+        (tile, slice_of), place = self.number(i), None
         if self.layout.equal:
             words = self.equal_tile(tile)
+            place = self.places[words[0]] if self.layout.inner else None
         elif self.layout.single_rows:
             tile = jnp.minimum(tile, self.layout.rows - 1)
-            words = tile, jnp.int32(1), group_of(self.words[tile])
+            # Its group and its slot, in one load.
+            place = self.words[tile]
+            words = tile, jnp.int32(1), group_of(place)
         else:
             tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
             words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
-        return self.tile_of(jnp.int32(i), words, slice_of)
+        return self.tile_of(jnp.int32(i), words, slice_of, place)
 
     def load(self, tile: Tile, i):
         """Brings a tile's words, and those of its rows, to the consumers, if they need any."""
@@ -132,18 +137,15 @@ class TileFeed:
         slot = lax.rem(i, jnp.int32(TILES))
         if self.layout.word_copies():
             plgpu.barrier_wait(self.full.at[slot])
-        tile, slice_of = self.number(i)
+        (tile, slice_of), place = self.number(i), None
         if self.layout.equal:
             words = self.equal_tile(tile)
         elif self.layout.single_rows:
-            words = (
-                tile,
-                jnp.int32(1),
-                group_of(self.in_memory[slot, self.word_of(self.layout.place, tile)]),
-            )
+            place = self.in_memory[slot, self.word_of(self.layout.place, tile)]
+            words = tile, jnp.int32(1), group_of(place)
         else:
             words = [self.in_memory[slot, word] for word in range(3)]
-        return self.tile_of(i, words, slice_of)
+        return self.tile_of(i, words, slice_of, place)
 
     @staticmethod
     def word_of(first, row):
