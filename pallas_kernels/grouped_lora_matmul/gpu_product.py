@@ -48,7 +48,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout,
 from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, ShrinkLayout
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
 from pallas_kernels.hopper.memory import drain
@@ -127,10 +128,8 @@ def product_kernel(
     )
     rows, of_adapters = (), ()
     if terms is not None:
-        rows, of_adapters = (
-            (tables.place, tables.run_end, *layout.distinct_u(terms)),
-            terms.of_adapters,
-        )
+        rows = tables.place, tables.run_end, *layout.distinct_u(terms)
+        of_adapters = terms.of_adapters
     layer = layer_of(w, *of_adapters)
     layers = () if layer is None else (layer,)
     w, *factors = operands_of(layout, w, terms)

@@ -18,7 +18,8 @@ import functools
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import Shrinker, ShrinkLayout, for_blocks
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Shrinker, for_blocks
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.hopper.arrivals import Arrivals
 
 

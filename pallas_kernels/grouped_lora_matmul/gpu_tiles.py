@@ -91,7 +91,8 @@ class TileFeed:
         (tile, slice_of), place = self.number(i), None
         if self.layout.equal:
             words = self.equal_tile(tile)
-            place = self.places[words[0]] if self.layout.inner else None
+            if self.layout.inner:
+                place = self.places[jnp.minimum(words[0], self.layout.rows - 1)]
         elif self.layout.single_rows:
             tile = jnp.minimum(tile, self.layout.rows - 1)
             # Its group and its slot, in one load.

@@ -27,11 +27,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     shrink_beside,
     shrink_schedule,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import (
-    ShrinkLayout,
-    shrink_kernel,
-    widest_ranks,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, widest_ranks
 from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
 from pallas_kernels.hopper.machine import STORES_WITHOUT_SWIZZLE, runs_all_programs_at_once
 from pallas_kernels.routing_plan.api import local_groups

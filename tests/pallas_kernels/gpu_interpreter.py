@@ -31,7 +31,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     rank_tile,
     shrink_schedule,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, ShrinkLayout, shrink_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.product_cases import ProductSizes, Term
@@ -180,9 +181,11 @@ class ProductCase(ProductSizes):
 
 @dataclasses.dataclass(frozen=True)
 class InnerCase(ProductCase):
-    """A product of rows that are a tile each, in any order of groups, which makes u itself."""
+    """A product that makes u itself, of rows that are a tile each, in any order of groups, or of
+    equal groups."""
 
     detect_races: bool = True
+    equal: bool = False
 
     @functools.cached_property
     def compiled(self):
@@ -190,7 +193,8 @@ class InnerCase(ProductCase):
         parts = self.n // width
         ranks = tuple(term.rank for term in self.terms)
         used = rank_tile(max(ranks)) * (len(ranks) if self.gate is not None else 1)
-        schedule = product_schedule(self.rows, self.groups, width, parts, made_ranks=used)
+        sizes = self.rows, self.groups, width, parts
+        schedule = product_schedule(*sizes, made_ranks=used, equal=self.equal)
         cut = dict(programs=PROGRAMS, stages=min(schedule.stages, 3)) | dict(self.cut)
         schedule = dataclasses.replace(schedule, **cut)
 
@@ -246,6 +250,8 @@ class InnerCase(ProductCase):
         return x, w, a, b, scalings
 
     def tables(self, group, row_slots):
+        if self.equal:
+            return gpu_rows.tables(None, jnp.asarray(row_slots, jnp.int32), self.groups)
         place = np.asarray(gpu_rows.place_of(group, row_slots, self.groups), np.int32)
         end = np.arange(1, self.rows + 1, dtype=np.int32)
         return gpu_rows.Tables(place, end, gpu_rows.Pieces(place, place), None)
@@ -314,6 +320,7 @@ class BesideCase(InnerCase):
     groups: int = 1
     block: int = 2
     detect_races: bool = False
+    equal: bool = True
 
     @functools.cached_property
     def compiled(self):
@@ -342,9 +349,6 @@ class BesideCase(InnerCase):
             )
 
         return product
-
-    def tables(self, group, row_slots):
-        return gpu_rows.tables(None, jnp.asarray(row_slots, jnp.int32), self.groups)
 
 
 @dataclasses.dataclass(frozen=True)

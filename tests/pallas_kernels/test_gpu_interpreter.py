@@ -138,6 +138,9 @@ def test_many_products(name, data, seed):
 
 INNER = {
     "parts": InnerCase(3, 128, 256, (Term(0, 128, 24), Term(192, 64, 8, shared=True))),
+    "a dense row": InnerCase(
+        1, 128, 192, (Term(0, 128, 24), Term(128, 64, 8)), groups=1, layered=True, equal=True
+    ),
     "gated": InnerCase(
         5, 128, 256, (Term(0, 128, 8), Term(128, 128, 24)), gate=Gate(), layered=True
     ),
@@ -164,9 +167,8 @@ BESIDE = {
 
 
 def check_inner(case: InnerCase, data, seed=0):
-    groups = data.draw(
-        st.lists(st.integers(0, case.groups), min_size=case.rows, max_size=case.rows)
-    )
+    last = 0 if case.equal else case.groups
+    groups = data.draw(st.lists(st.integers(0, last), min_size=case.rows, max_size=case.rows))
     slots = data.draw(
         st.lists(st.integers(-1, case.slots - 1), min_size=case.rows, max_size=case.rows)
     )

@@ -18,6 +18,7 @@ from pallas_kernels.grouped_lora_matmul import (
     gpu_product,
     gpu_product_layout,
     gpu_shrink,
+    gpu_shrink_layout,
     gpu_spread,
     mosaic_gpu,
 )
@@ -327,7 +328,7 @@ def check_pack(rows, ranks, tile, width, alone):
     assert 1 <= together <= 2
     # Loads of one stage overlap the products of another.
     assert schedule.stages >= 2
-    layout = gpu_shrink.ShrinkLayout(
+    layout = gpu_shrink_layout.ShrinkLayout(
         array(rows, width),
         [array(8, 1, rank, width) for rank in ranks],
         [array(8, 1, dtype=jnp.float32) for _ in ranks],
