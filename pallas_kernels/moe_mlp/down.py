@@ -110,7 +110,9 @@ def _backward(backend, saved, dy):
     dots = jnp.sum(unweighted * hidden.astype(wide), axis=1)
     dweights = dots[route.position].astype(weights.dtype)
     dhidden = (unweighted * of_row[:, None]).astype(hidden.dtype)
-    dentry = _gradients(backend, entry, hidden, drows, of_row, u, du, route.tables)
+    dentry = None
+    if terms:
+        dentry = _gradients(backend, entry, hidden, drows, of_row, u, du, route.tables)
     return dhidden, None, None, dentry, dweights, None
 
 
