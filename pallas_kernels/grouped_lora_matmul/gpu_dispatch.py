@@ -31,6 +31,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_rows import (
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BLOCKS_OF_ROWS,
     TILE_WORDS,
+    piece_rows,
     tile_height,
     tiles_together,
 )
@@ -60,8 +61,11 @@ def dispatch_few(x, groups: int, group, token_slots, valid) -> tuple[Route, jax.
         _sorted_kernel, "lora_dispatch", sizes, numbers, x, group, token_slots, valid
     )
     # By blocks of rows, nobody reads the pieces.
-    pieces = Pieces(place, place) if rows <= BLOCKS_OF_ROWS else Pieces(*piece_table(place))
-    tables = Tables(place, run_end, pieces, Tiles(count, words), in_order=True)
+    pieces, most = Pieces(place, place), piece_rows(rows, groups)
+    if rows > BLOCKS_OF_ROWS:
+        pieces = Pieces(*piece_table(place, most))
+    tiles = Tiles(count, words)
+    tables = Tables(place, run_end, pieces, tiles, piece_rows=most, in_order=True)
     return Route(token, position.reshape(group.shape), tables), found
 
 

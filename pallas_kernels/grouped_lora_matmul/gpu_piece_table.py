@@ -14,16 +14,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import PIECE
-
 ROWS = 32  # of a program
 
 
-def piece_table(place) -> tuple[jax.Array, jax.Array]:
-    """`count` and `row` of `gpu_rows.Pieces`, from the place of each row."""
+def piece_table(place, most: int) -> tuple[jax.Array, jax.Array]:
+    """`count` and `row` of `gpu_rows.Pieces`, from the place of each row.
+
+    Pieces end where a row's number is a multiple of `most`, too.
+    """
     rows = place.shape[0]
     call = pl.pallas_call(
-        functools.partial(_kernel, rows),
+        functools.partial(_kernel, rows, most),
         out_shape=[jax.ShapeDtypeStruct((number,), jnp.int32) for number in (1, rows)],
         grid=(pl.cdiv(rows, ROWS),),
         compiler_params=plgpu.CompilerParams(num_warps=8),
@@ -33,14 +34,14 @@ def piece_table(place) -> tuple[jax.Array, jax.Array]:
     return tuple(call(place))
 
 
-def _kernel(rows: int, place, count, piece_row):
+def _kernel(rows: int, most: int, place, count, piece_row):
     def begins(row):
         """Whether a piece begins with a row."""
         exists = row < rows
         own = plgpu.load(place.at[row], mask=exists, other=0)
         before = plgpu.load(place.at[row - 1], mask=exists & (row > 0), other=-1)
         adapted = (own & 0xFFFF) > 0
-        return exists & adapted & ((own != before) | (lax.rem(row, jnp.int32(PIECE)) == 0))
+        return exists & adapted & ((own != before) | (lax.rem(row, jnp.int32(most)) == 0))
 
     first = pl.program_id(0) * ROWS
     every, own = lax.iota(jnp.int32, pl.next_power_of_2(rows)), first + lax.iota(jnp.int32, ROWS)

@@ -20,7 +20,7 @@ from jax import lax
 from pallas_kernels.grouped_lora_matmul.gpu_run_table import run_table
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BLOCKS_OF_ROWS,
-    PIECE,
+    piece_rows,
     tile_height,
     tiles_together,
 )
@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Adapted runs, cut where a row's number is a multiple of `PIECE`.
+    """Adapted runs, cut into pieces of at most `piece_rows` rows.
 
     Attributes:
       count: int32, its last element is how many there are. row: the first row of each, then zeros.
@@ -73,7 +73,7 @@ class OrderedRuns(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["place", "run_end", "pieces", "tiles", "runs", "arrivals"],
-    meta_fields=["in_order", "equal"],
+    meta_fields=["piece_rows", "in_order", "equal"],
 )
 @dataclasses.dataclass(frozen=True)
 class Tables:
@@ -86,6 +86,7 @@ class Tables:
       pieces, tiles: see there; no tiles where every row is one, or where groups are equal.
       runs: None unless rows are known to be sorted by group, and not by slot.
       arrivals: int32 [1], of rows that are tiles: 0, for one kernel whose programs count there.
+      piece_rows: the most rows of a piece; 0 where nobody reads pieces.
       in_order: whether rows are known to be sorted by (group, slot), so that each is one run.
       equal: whether all groups have equally many rows, so that tiles follow from their number.
     """
@@ -96,6 +97,7 @@ class Tables:
     tiles: Tiles | None
     runs: OrderedRuns | None = None
     arrivals: jax.Array | None = None
+    piece_rows: int = 0
     in_order: bool = False
     equal: bool = False
 
@@ -178,15 +180,19 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     place = place_of(group, row_slots, groups)
     equal = group_sizes is None
     tiles = None if equal else tiles_of_groups(Ends(ends, groups), count)
-    return dataclasses.replace(_tables(place, tiles, ends), equal=equal)
+    return dataclasses.replace(_tables(place, tiles, groups, ends), equal=equal)
 
 
-def _tables(place, tiles: Tiles | None, ends=None) -> Tables:
-    """Those of rows sorted by group, which end at `ends`; None: by (group, slot)."""
+def _tables(place, tiles: Tiles | None, groups: int, ends=None) -> Tables:
+    """Those of rows sorted by group, which end at `ends`; None: by (group, slot).
+
+    Pieces end where a row's number is a multiple of the most that they have.
+    """
     count = place.shape[0]
+    most = piece_rows(count, groups)
     row = jnp.arange(count, dtype=jnp.int32)
     starts = _starts(place, row)
-    cuts = (starts | (row % PIECE == 0)) & (slot_of(place) >= 0)
+    cuts = (starts | (row % most == 0)) & (slot_of(place) >= 0)
     if count <= FEW_ROWS:
         run, piece = _numbers(starts), _numbers(cuts)
     else:
@@ -202,9 +208,9 @@ def _tables(place, tiles: Tiles | None, ends=None) -> Tables:
         run_end = begin[run]
     pieces = _pieces(place, cuts, piece)
     if ends is None:
-        return Tables(place, run_end, pieces, tiles, in_order=True)
+        return Tables(place, run_end, pieces, tiles, piece_rows=most, in_order=True)
     up_to = jnp.where(ends > 0, run[jnp.maximum(ends - 1, 0)], 0)
-    return Tables(place, run_end, pieces, tiles, OrderedRuns(begin, up_to))
+    return Tables(place, run_end, pieces, tiles, OrderedRuns(begin, up_to), piece_rows=most)
 
 
 def _starts(place, row):
@@ -304,7 +310,7 @@ def plan(groups: int, slots: int, group, token_slots) -> Route:
             axis=1,
             dtype=jnp.int32,
         )
-        tables = _tables(place[order], tiles_of_groups(Ends(ends, groups), count))
+        tables = _tables(place[order], tiles_of_groups(Ends(ends, groups), count), groups)
     return Route(token, position.reshape(tokens, choices), tables)
 
 
@@ -338,10 +344,12 @@ def _route_counted(groups, slots, place, choices):
     position = lax.optimization_barrier((begin[key] + before)[:count])
     row = jnp.arange(count, dtype=jnp.int32)
     order = jnp.zeros_like(row).at[position].set(row, unique_indices=True)
-    place, run_end, *pieces = run_table(begin, count, slots)
+    most = piece_rows(count, groups)
+    place, run_end, *pieces = run_table(begin, count, slots, most)
     # A group ends where the next one's first key begins.
     tiles = tiles_of_groups(Ends(begin, groups, slots + 1, slots + 1), count)
-    tables = Tables(place, run_end, Pieces(*pieces), tiles, in_order=True)
+    pieces = Pieces(*pieces)
+    tables = Tables(place, run_end, pieces, tiles, piece_rows=most, in_order=True)
     return lax.div(order, jnp.int32(choices)), position, tables
 
 

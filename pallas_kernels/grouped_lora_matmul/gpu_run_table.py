@@ -16,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import PIECE
 from pallas_kernels.hopper.machine import PROGRAMS
 
 ROWS = 128  # that a program writes at once
@@ -31,14 +30,15 @@ class RunTable(NamedTuple):
     piece_row: jax.Array
 
 
-def run_table(begin, rows: int, slots: int) -> RunTable:
+def run_table(begin, rows: int, slots: int, most: int) -> RunTable:
     """Of rows in order of their keys.
 
     Args:
       begin: int32 [keys], the first row of each key, group * (slots + 1) + slot + 1.
-      rows: how many there are.
+      rows: how many there are. most: of a piece, a multiple of 8. A run's pieces are of equally
+        many, in whole 8, but for the last.
     """
-    sizes = _Sizes(rows, begin.shape[0], slots)
+    sizes = _Sizes(rows, begin.shape[0], slots, most)
     numbers = rows, rows, 1, rows
     call = pl.pallas_call(
         functools.partial(_kernel, sizes),
@@ -55,6 +55,7 @@ class _Sizes(NamedTuple):
     rows: int
     keys: int
     slots: int
+    most: int
 
     @property
     def of_program(self) -> int:
@@ -67,13 +68,13 @@ class _Sizes(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """One key, or many as arrays: their rows, and the numbers of their pieces of all rows."""
+    """One key, or many as arrays: their rows, and how many pieces they are, of how many each."""
 
     slot: jax.Array
     begin: jax.Array
     end: jax.Array
-    first_piece: jax.Array
     pieces: jax.Array
+    height: jax.Array
 
 
 def _keys(sizes: _Sizes, begin, key) -> _Keys:
@@ -81,9 +82,14 @@ def _keys(sizes: _Sizes, begin, key) -> _Keys:
     first = plgpu.load(begin.at[key], mask=key < sizes.keys, other=sizes.rows)
     end = plgpu.load(begin.at[key + 1], mask=key + 1 < sizes.keys, other=sizes.rows)
     slot = lax.rem(key, jnp.int32(sizes.slots + 1)) - 1
-    first_piece = lax.div(first, jnp.int32(PIECE))
-    pieces = lax.div(end - 1, jnp.int32(PIECE)) - first_piece + 1
-    return _Keys(slot, first, end, first_piece, jnp.where((slot >= 0) & (end > first), pieces, 0))
+    pieces = jnp.where(slot >= 0, _quotient(end - first, sizes.most), 0)
+    height = 8 * _quotient(end - first, 8 * jnp.maximum(pieces, 1))
+    return _Keys(slot, first, end, pieces, height)
+
+
+def _quotient(number, divisor):
+    """Rounded up."""
+    return lax.div(number + divisor - 1, jnp.broadcast_to(jnp.int32(divisor), number.shape))
 
 
 def _kernel(sizes: _Sizes, begin, place, run_end, piece_count, piece_row):
@@ -104,8 +110,7 @@ def _kernel(sizes: _Sizes, begin, place, run_end, piece_count, piece_row):
             return (place, row, word), (run_end, row, its.end)
 
         def rows_of_pieces(piece):
-            row = jnp.maximum((its.first_piece + piece) * PIECE, its.begin)
-            return ((piece_row, before + piece, row),)
+            return ((piece_row, before + piece, its.begin + piece * its.height),)
 
         _for_each(its.begin, its.end, runs)
         _for_each(jnp.int32(0), its.pieces, rows_of_pieces)

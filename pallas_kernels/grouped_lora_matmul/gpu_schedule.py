@@ -25,7 +25,7 @@ TALLEST = 144  # rows of a tile: with more, four stages do not fit
 LOWEST = 64  # where all rows are one group, and are more than `TALLEST`
 TILE_COST = 100  # cycles
 TALL = 112  # rows from which runs may be added in place
-PIECE = 64  # rows of a run that one unit of a shrink takes at most
+PIECE = 64  # rows of a run that one unit of a shrink takes, at most
 BLOCKS_OF_ROWS = 4 * PROGRAMS  # up to so many rows, a unit of a shrink is a block of rows instead
 DEPTH = 4  # blocks of 64 columns in one stage of a product of few tiles
 ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
@@ -331,8 +331,21 @@ def packed_columns(ranks: tuple[int, ...], tile: int) -> tuple[tuple[int, ...], 
     return tuple(sum(owned[:term]) for term in range(len(ranks))), owned
 
 
+def piece_rows(rows: int, groups: int) -> int:
+    """The most rows of a piece of a run: of one group, so few that programs' turns are as long."""
+    if groups > 1:
+        return PIECE
+    turns = -(-rows // (PROGRAMS * PIECE))
+    return _whole(-(-rows // (PROGRAMS * turns)), 8)
+
+
 def shrink_schedule(
-    rows: int, ranks: tuple[int, ...], tile: int, width: int, alone: bool = False
+    rows: int,
+    ranks: tuple[int, ...],
+    tile: int,
+    width: int,
+    alone: bool = False,
+    piece: int = PIECE,
 ) -> ShrinkSchedule:
     """For `rows` rows and parts of these ranks, in columns of u that start at multiples of `tile`.
 
@@ -341,6 +354,7 @@ def shrink_schedule(
 
     Args:
       width: columns of x of a unit. alone: each part has columns of its own, not all the same.
+      piece: the most rows of a piece.
     """
     apart = not alone and len(ranks) > 1 and rows * len(ranks) <= PROGRAMS
     first, owned = packed_columns(ranks, tile)
@@ -353,7 +367,9 @@ def shrink_schedule(
         rank_blocks = -(-sum(owned) // 64)
     block = 1 if rows <= 2 * PROGRAMS else 2
     by_run = rows > BLOCKS_OF_ROWS
-    heights = (8, 16, 32, PIECE) if by_run else (BLOCK_OF_ROWS,)
+    heights = (BLOCK_OF_ROWS,)
+    if by_run:
+        heights = *(height for height in (8, 16, 32, 48) if height < piece), piece
     stage = SHRINK_STEPS * (heights[-1] + 64 * rank_blocks) * 128
     free = SHARED_MEMORY - 2 * heights[-1] * 128
     units = rows if by_run else -(-rows // block) * (len(ranks) if apart else 1)

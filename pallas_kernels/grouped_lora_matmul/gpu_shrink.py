@@ -26,11 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, group_of, slot_of
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
-    PIECE,
-    SHRINK_STEPS,
-    ShrinkSchedule,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import SHRINK_STEPS, ShrinkSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, Span
 from pallas_kernels.hopper.memory import from_first, views_of
 from pallas_kernels.hopper.store import store_rows
@@ -160,20 +156,22 @@ def _for_pieces(layout: ShrinkLayout, program, count, place, run_end, piece_row,
     """
     programs = layout.schedule.programs
 
-    def row_of(i):
-        return piece_row[jnp.minimum(program + i * programs, piece_row.shape[0] - 1)]
+    def rows_of(i):
+        """The first row of a piece, and of the one after it, which may be of the same run."""
+        number, last = program + i * programs, piece_row.shape[0] - 1
+        return tuple(piece_row[jnp.minimum(its, last)] for its in (number, number + 1))
 
-    def piece_at(row):
-        found = place[row]
-        end = jnp.minimum(run_end[row], lax.div(row, jnp.int32(PIECE)) * PIECE + PIECE)
+    def piece_at(row, after):
+        found, end = place[row], run_end[row]
+        end = jnp.where(after > row, jnp.minimum(end, after), end)
         return _Run(jnp.int32(0), slot_of(found), group_of(found), row, end - row)
 
     def unit(i, state):
-        run, row, step = state
-        following = piece_at(row), row_of(i + 2)
+        run, rows, step = state
+        following = piece_at(*rows), rows_of(i + 2)
         return *following, handle(run, step)
 
-    start = piece_at(row_of(0)), row_of(1), jnp.int32(0)
+    start = piece_at(*rows_of(0)), rows_of(1), jnp.int32(0)
     lax.fori_loop(0, _units_of_program(count, program, programs), unit, start)
 
 

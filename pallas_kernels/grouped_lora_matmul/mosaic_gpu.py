@@ -226,6 +226,7 @@ def shrink(x, tables: Tables, factors, starts, scalings, firsts):
                     tile,
                     width,
                     together is alone,
+                    tables.piece_rows,
                 ),
             )
             for term, its in zip(terms, found, strict=True):

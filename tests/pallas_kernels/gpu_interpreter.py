@@ -440,10 +440,10 @@ class ShrinkCase:
 
 
 def pieces_of(tables):
-    """The pieces of so few rows that the tables have none; see `gpu_rows.Pieces`."""
+    """Some pieces of so few rows that the tables have none; see `gpu_rows.Pieces`."""
     place = np.asarray(tables.place)
     row = np.arange(len(place))
-    starts = (place != np.roll(place, 1)) | (row % gpu_rows.PIECE == 0)
+    starts = (place != np.roll(place, 1)) | (row % 24 == 0)
     found = np.flatnonzero(starts & (tables.row_slots >= 0)).astype(np.int32)
     return gpu_rows.Pieces(np.array([len(found)], np.int32), np.pad(found, (0, 1)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -27,8 +28,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_rows import (
 )
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BLOCKS_OF_ROWS,
-    PIECE,
     TILE_WORDS,
+    piece_rows,
     tile_height,
     tiles_together,
 )
@@ -145,7 +146,7 @@ def check_tiles(found: gpu_rows.Tiles, place, groups):
     assert (row[1:] == row[:-1] + rows[:-1])[same].all()
 
 
-def check_pieces(found: gpu_rows.Tables, place):
+def check_pieces(found: gpu_rows.Tables, place, groups):
     """Every row with an adapter is in one piece, no other row is; a piece has one place."""
     if len(place) <= BLOCKS_OF_ROWS:
         return
@@ -153,8 +154,10 @@ def check_pieces(found: gpu_rows.Tables, place):
     run_end, rows = np.asarray(found.run_end), np.asarray(found.pieces.row)
     count = found.pieces.count[-1]
     assert not rows[count:].any()  # read ahead
-    for begin in rows[:count]:
-        end = min(run_end[begin], begin // PIECE * PIECE + PIECE)
+    assert found.piece_rows == piece_rows(len(place), groups)
+    for begin, after in itertools.pairwise([*rows[:count], len(place)]):
+        end = min(run_end[begin], after)
+        assert 0 < end - begin <= found.piece_rows
         covered[begin:end] += 1
     assert covered.tolist() == ((place & 0xFFFF) > 0).astype(int).tolist()
 
@@ -211,7 +214,7 @@ def check_route(found: gpu_rows.Route, group, slot, groups):
         return
     check_runs(found.tables, place[order])
     check_tiles(found.tables.tiles, place[order], groups)
-    check_pieces(found.tables, place[order])
+    check_pieces(found.tables, place[order], groups)
 
 
 def check_unsorted(found: gpu_rows.Tables, place):
@@ -245,7 +248,7 @@ def test_tables(rows, groups, data):
     place = places(group, slots, groups)
     check_runs(found, place)
     check_tiles(found.tiles, place, groups)
-    check_pieces(found, place)
+    check_pieces(found, place, groups)
 
 
 EQUAL = [(50, 5), (700, 7), (13, 5), (3, 5), (1, 1), (2000, 1), (144, 1), (145, 1), (6001, 3)]
@@ -261,7 +264,7 @@ def test_equal_groups(rows, groups):
     assert found.tiles is None and found.equal
     tiles = tiles_without_table(rows, groups, tile_height(rows, groups))
     check_tiles(tiles, place, groups)
-    check_pieces(found, place)
+    check_pieces(found, place, groups)
 
 
 def tiles_without_table(rows, groups, height):

@@ -319,10 +319,16 @@ def check_shrink(rows, ranks, width):
 
 def check_pack(rows, ranks, tile, width, alone):
     of_unit = width * (len(ranks) if alone else 1)
-    schedule = gs.shrink_schedule(rows, ranks, tile, of_unit, alone)
-    assert schedule == gs.shrink_schedule(rows, ranks, tile, of_unit, alone)
+    for groups in 1, 128:
+        check_pieces(rows, ranks, width, (tile, of_unit, alone, gs.piece_rows(rows, groups)))
+
+
+def check_pieces(rows, ranks, width, sizes):
+    *_, alone, piece = sizes
+    schedule = gs.shrink_schedule(rows, ranks, *sizes)
+    assert schedule == gs.shrink_schedule(rows, ranks, *sizes)
     check_heights(schedule.heights)
-    assert schedule.heights[-1] >= (schedule.block or gs.PIECE)
+    assert schedule.heights[-1] >= (schedule.block or piece)
     # At once, all of them.
     together = -(-schedule.programs // MULTIPROCESSORS)
     assert 1 <= together <= 2
