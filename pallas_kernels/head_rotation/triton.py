@@ -1,4 +1,8 @@
-"""Kernels for GPUs, forward and back: a program has all heads of one token."""
+"""Kernels for GPUs, forward and back.
+
+Forward, a program has some query heads of one token, or all its key and value heads: of one token
+alone, one program would take longer for all of them than many for a few each. Back, it has all.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,24 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.layered import Layered, is_layered, layer_of
 
+MOST_HEADS = 8  # query heads of a program
+
 
 def rotate_and_cache(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps):
     tokens, count, width = heads.shape
     q_heads = count - 2 * k_pages.shape[2]
     layer, weights = _weights(heads, q_weight, k_weight)
+    part = min(MOST_HEADS, q_heads & -q_heads)  # blocks are powers of two
     call = pl.pallas_call(
-        functools.partial(_kernel, q_heads, eps),
+        functools.partial(_kernel, part, eps),
         out_shape=(
             jax.ShapeDtypeStruct((tokens, q_heads, width), heads.dtype),
             jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
             jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
         ),
-        grid=(tokens,),
+        grid=(tokens, q_heads // part + 1),
         input_output_aliases={9: 1, 10: 2},
-        compiler_params=plgpu.CompilerParams(num_warps=4),
+        compiler_params=plgpu.CompilerParams(num_warps=1),
         interpret=jax.default_backend() == "cpu",
         name="rotate_and_cache",
     )
@@ -74,22 +81,25 @@ class _Token:
 
     Attributes:
       halves: of a head's features, which are rotated with each other.
-      place: its page and its place there; any where `valid` says that it is not cached.
     """
 
-    def __init__(self, inputs: _Inputs, pages):
+    def __init__(self, inputs: _Inputs):
+        self.inputs = inputs
         self.number = token = pl.program_id(0)
         self.layer = inputs.layer[0]
-        page_size, _, width = pages.shape[1:]
+        width = inputs.heads.shape[2]
         self.halves = [pl.ds(start, width // 2) for start in (0, width // 2)]
         self.cosines, self.sines = inputs.cos[token][None], inputs.sin[token][None]
-        of, position = inputs.request[token], inputs.positions[token]
-        page_tables = inputs.page_tables
+
+    def place_in(self, pages):
+        """Its page and its place there, and whether it is cached; if not, the place is any."""
+        page_size, page_tables = pages.shape[1], self.inputs.page_tables
+        of, position = self.inputs.request[self.number], self.inputs.positions[self.number]
         column = position // page_size
-        self.valid = (of >= 0) & (column < page_tables.shape[1])
+        valid = (of >= 0) & (column < page_tables.shape[1])
         # Where there is none, some page.
         page = page_tables[jnp.maximum(of, 0), jnp.minimum(column, page_tables.shape[1] - 1)]
-        self.place = jnp.where(self.valid, page, 0), position % page_size
+        return (jnp.where(valid, page, 0), position % page_size), valid
 
     def load(self, ref, block, place=None):
         """Both halves of some heads."""
@@ -136,10 +146,11 @@ def _kv_blocks(q_heads, kv_heads):
         yield block, *(pl.ds(start, block.size) for start in starts)
 
 
-def _kernel(q_heads, eps, *refs):
+def _kernel(part, eps, *refs):
     inputs = _Inputs(*refs[: len(_Inputs._fields)])
     _, _, q, k_pages, v_pages = refs[len(inputs) :]
-    token, heads = _Token(inputs, k_pages), inputs.heads
+    heads, number, q_heads = inputs.heads, pl.program_id(1), q.shape[1]
+    token = _Token(inputs)
 
     def rotated(block, weight):
         normed, _ = token.normed(heads, block, eps)
@@ -149,18 +160,25 @@ def _kernel(q_heads, eps, *refs):
             other * token.cosines + one * token.sines,
         )
 
-    for block in _blocks(0, q_heads):
+    @pl.when(number * part < q_heads)
+    def _queries():
+        block = pl.ds(number * part, part)
         token.store(q, block, rotated(block, inputs.q_weight))
-    mask = jnp.full((1, 1), token.valid)
-    for block, keys, values in _kv_blocks(q_heads, k_pages.shape[2]):
-        token.store(k_pages, block, rotated(keys, inputs.k_weight), token.place, mask)
-        token.store(v_pages, block, token.load(heads, values), token.place, mask)
+
+    @pl.when(number * part == q_heads)
+    def _keys_and_values():
+        place, valid = token.place_in(k_pages)
+        mask = jnp.full((1, 1), valid)
+        for block, keys, values in _kv_blocks(q_heads, k_pages.shape[2]):
+            token.store(k_pages, block, rotated(keys, inputs.k_weight), place, mask)
+            token.store(v_pages, block, token.load(heads, values), place, mask)
 
 
 def _gradient_kernel(eps, *refs):
     inputs = _Inputs(*refs[: len(_Inputs._fields)])
     dq, dk_pages, dv_pages, dheads = refs[len(inputs) :]
-    token, heads, q_heads = _Token(inputs, dk_pages), inputs.heads, dq.shape[1]
+    token, heads, q_heads = _Token(inputs), inputs.heads, dq.shape[1]
+    place, valid = token.place_in(dk_pages)
 
     def unrotated(block, weight, gradients):
         """The gradient of heads from that of what they became, rounded where a step's result is."""
@@ -178,7 +196,7 @@ def _gradient_kernel(eps, *refs):
         token.store(dheads, block, unrotated(block, inputs.q_weight, token.load(dq, block)))
     for block, keys, values in _kv_blocks(q_heads, dk_pages.shape[2]):
         dk, dv = (
-            [jnp.where(token.valid, half, 0) for half in token.load(pages, block, token.place)]
+            [jnp.where(valid, half, 0) for half in token.load(pages, block, place)]
             for pages in (dk_pages, dv_pages)
         )
         token.store(dheads, keys, unrotated(keys, inputs.k_weight, dk))
