@@ -88,7 +88,7 @@ class Engine:
             prefix_cache=options.prefix_cache,
             decode_steps=options.decode_steps,
         )
-        self._runner = Runner(steps, scheduler, codec, config.eos_token_ids)
+        self._runner = Runner(steps, scheduler, codec)
 
     @classmethod
     def from_pretrained(

@@ -56,6 +56,9 @@ class Intake:
                 prompt_length=len(tokens),
                 adapter=None,
                 params=chosen,
+                stop_tokens=frozenset(chosen.stop_token_ids).union(
+                    () if chosen.ignore_eos else self._config.eos_token_ids
+                ),
                 seed=secrets.randbits(32) if chosen.seed is None else chosen.seed,
             )
             self._check_length(request, f"prompts[{index}]", chosen.max_tokens)

@@ -175,9 +175,10 @@ class Request:
 
 @dataclass(eq=False)
 class GenerateRequest(Request):
-    """A request whose next tokens are sampled."""
+    """A request whose next tokens are sampled, until one of `stop_tokens` is."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
+    stop_tokens: frozenset[int] = frozenset()
     seed: int = 0
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: TopLogprobs = field(default_factory=list)

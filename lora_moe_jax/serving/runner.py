@@ -64,13 +64,11 @@ class Runner:
         steps: Steps,
         scheduler: Scheduler,
         codec: TextCodec | None,
-        eos_token_ids: tuple[int, ...],
     ):
         self.steps = steps
         self.scheduler = scheduler
         self.counts = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
         self._codec = codec
-        self._eos_token_ids = eos_token_ids
         self._under_way: deque[UnderWay] = deque()
         self._host_seconds = 0.0
         self._page_size = scheduler.pool.page_size
@@ -231,23 +229,17 @@ class Runner:
             self.scheduler.share(request)
         stream = self._streams.get(request)
         text = None if stream is None else stream.push(token)
-        reason, completion = self._finish_reason(request, token, stream), None
-        if reason is not None:
+        stopped = token in request.stop_tokens or (stream is not None and stream.stopped)
+        completion = None
+        if stopped or len(tokens) > request.capacity:
             self._finish(request)
             text = None if stream is None else text + stream.finish()
+            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
             completion = _completion(request, reason, stream)
         shown = None if count is None else logprob
         top = request.top_logprobs[-1] if count else None
         delta = Delta(request.index, token, shown, text, completion, top, chunk.version)
         self.deltas[request].append(delta)
-
-    def _finish_reason(self, request, token, stream) -> FinishReason | None:
-        params = request.params
-        if token in self._eos_token_ids and not params.ignore_eos:
-            return FinishReason.STOP
-        if token in params.stop_token_ids or (stream and stream.stopped):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.tokens) > request.capacity else None
 
     @uninterrupted()
     def abort(self, request: Request) -> None:

@@ -111,18 +111,23 @@ class _Token:
         for half, its in zip(self.halves, values, strict=True):
             plgpu.store(ref.at[*place, block, half], its.astype(ref.dtype), mask=mask)
 
-    def weighted(self, halves, weight):
-        """Halves of heads rounded to the weight's dtype, times it, in float32."""
-        return [
-            (half.astype(weight.dtype) * weight[self.layer, columns][None]).astype(jnp.float32)
-            for half, columns in zip(halves, self.halves, strict=True)
-        ]
+    def halves_of(self, weight):
+        """Those of a norm's weight. To be read before heads: it comes from farther away."""
+        return [weight[self.layer, columns][None] for columns in self.halves]
 
     def normed(self, ref, block, eps):
         """Both halves of heads divided by their root mean square, in float32, and that inverse."""
         wide = [half.astype(jnp.float32) for half in self.load(ref, block)]
         inverse = lax.rsqrt(_mean(wide, wide) + eps)
         return [half * inverse for half in wide], inverse
+
+
+def _weighted(halves, weights):
+    """Halves of heads rounded to the weight's dtype, times it, in float32."""
+    return [
+        (half.astype(weight.dtype) * weight).astype(jnp.float32)
+        for half, weight in zip(halves, weights, strict=True)
+    ]
 
 
 def _mean(left, right):
@@ -153,8 +158,9 @@ def _kernel(part, eps, *refs):
     token = _Token(inputs)
 
     def rotated(block, weight):
+        weights = token.halves_of(weight)
         normed, _ = token.normed(heads, block, eps)
-        one, other = token.weighted(normed, weight)
+        one, other = _weighted(normed, weights)
         return (
             one * token.cosines - other * token.sines,
             other * token.cosines + one * token.sines,
@@ -187,7 +193,7 @@ def _gradient_kernel(eps, *refs):
             one * token.cosines + other * token.sines,
             other * token.cosines - one * token.sines,
         )
-        dnormed = token.weighted(back, weight)
+        dnormed = _weighted(back, token.halves_of(weight))
         normed, inverse = token.normed(heads, block, eps)
         along = _mean(dnormed, normed)
         return [inverse * (its - half * along) for its, half in zip(dnormed, normed, strict=True)]
