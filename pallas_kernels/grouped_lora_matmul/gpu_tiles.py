@@ -91,8 +91,6 @@ class TileFeed:
         (tile, slice_of), place = self.number(i), None
         if self.layout.equal:
             words = self.equal_tile(tile)
-            if self.layout.inner:
-                place = self.places[jnp.minimum(words[0], self.layout.rows - 1)]
         elif self.layout.single_rows:
             tile = jnp.minimum(tile, self.layout.rows - 1)
             # Its group and its slot, in one load.
@@ -101,6 +99,8 @@ class TileFeed:
         else:
             tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
             words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
+        if self.layout.inner and place is None:
+            place = self.places[jnp.minimum(words[0], self.layout.rows - 1)]
         return self.tile_of(jnp.int32(i), words, slice_of, place)
 
     def load(self, tile: Tile, i):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import Lora, moe_mlp
+from pallas_kernels import Lora, grouped_lora_matmul, moe_mlp
 from pallas_kernels.shapes import EXPERT_SHAPES
 
 if jax.__version_info__ < (0, 11):
@@ -86,3 +86,17 @@ def test_gradients(tokens):
         x.shape,
         jax.tree.map(lambda v: v.shape, pair),
     )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_products_of_few_rows_in_groups(rows):
+    """Of one row a product makes u, and finds its slot; a table says which group it is of."""
+
+    def array(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    product = functools.partial(grouped_lora_matmul, implementation="mosaic_gpu")
+    pair = Lora(array(4, 3, 16, 512), array(4, 3, 16, 128), array(4, 3, dtype=jnp.float32))
+    x, w, sizes = array(rows, 512), array(3, 128, 512), array(3, dtype=jnp.int32)
+    found = jax.eval_shape(product, x, w, sizes, array(rows, dtype=jnp.int32), (pair,))
+    assert found.shape == (rows, 128)
