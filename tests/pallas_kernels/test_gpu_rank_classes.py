@@ -127,7 +127,8 @@ def test_classes_of_a_part_are_in_one_kernel(monkeypatch):
     terms = (*factors(2, 16), *factors(3, 128))
     starts = 2 * tuple(start for start, *_ in shapes)
     firsts = (0,) * 5 + (2,) * 5
-    u = mosaic_gpu.shrink(jnp.zeros((300, 256)), None, terms, starts, (None,) * 10, firsts)
+    x, tables = jnp.zeros((300, 256)), mosaic_gpu.tables(None, jnp.zeros(300, jnp.int32), 1)
+    u = mosaic_gpu.shrink(x, tables, terms, starts, (None,) * 10, firsts)
     assert [its.shape for its in u] == [factor.shape for factor in terms]
     assert calls == [
         ((64, 192), [16, 8, 16, 8]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import numpy as np
@@ -63,7 +64,8 @@ def test_end_of_text_tokens(one, monkeypatch):
     prompt = prompts([5], seed=1)[0]
     whole = run(one, prompt, greedy(20)).token_ids
     ends = (whole[4], 255)
-    monkeypatch.setattr(one._runner, "_eos_token_ids", ends)
+    config = dataclasses.replace(one._intake._config, eos_token_ids=ends)
+    monkeypatch.setattr(one._intake, "_config", config)
     out = run(one, prompt, greedy(20, ignore_eos=False))
     assert out.token_ids == whole[: whole.index(whole[4]) + 1]
     assert out.finish_reason is FinishReason.STOP

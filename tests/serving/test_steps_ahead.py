@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -157,7 +159,9 @@ def test_end_of_text_and_stop_strings(one, monkeypatch):
     out, other = one.generate(batch, [greedy(24, stop=[stop]), greedy(24)])
     assert out.text == whole[0].text[: whole[0].text.index(stop)]
     assert other == whole[1]
-    monkeypatch.setattr(one._runner, "_eos_token_ids", (whole[0].token_ids[6],))
+    ends = (whole[0].token_ids[6],)
+    config = dataclasses.replace(one._intake._config, eos_token_ids=ends)
+    monkeypatch.setattr(one._intake, "_config", config)
     (out,) = one.generate(batch[:1], greedy(24, ignore_eos=False))
     assert out.token_ids == whole[0].token_ids[: whole[0].token_ids.index(out.token_ids[-1]) + 1]
 
