@@ -75,10 +75,6 @@ def _add_norm_kernel(eps, tile, x, more, weight, total, out):
 
 
 def _normalise(eps, tile, load, weight, out):
-    # The weight comes from farther away than what a step has just made, so first.
-    load_weight = _ahead(tile, functools.partial(tile.load_features, weight))
-    load = _ahead(tile, load)
-
     def add_square(i, total):
         part = load(i).astype(jnp.float32)
         return total + part * part
@@ -88,17 +84,9 @@ def _normalise(eps, tile, load, weight, out):
 
     def normalise(i, _):
         part = (load(i).astype(jnp.float32) * scale).astype(out.dtype)
-        tile.store(out, i, part * load_weight(i))
+        tile.store(out, i, part * tile.load_features(weight, i))
 
     tile.loop(normalise, None)
-
-
-def _ahead(tile, load):
-    """The same of a chunk; where there is only one, it is loaded now, and once."""
-    if tile.chunks > 1:
-        return load
-    only = load(0)
-    return lambda _: only
 
 
 def _norm_gradient_kernel(eps, tile, x, dy, *rest):

@@ -282,6 +282,26 @@ def test_bad_adapters_and_steps(pair):
             Trainer(engine, token_buckets=buckets)
 
 
+def test_adapters_of_attention_alone():
+    """In a bank that has nothing for experts, through whose layers gradients go all the same."""
+    from tests.adapters.tables import GOLDEN
+    from tests.training.conftest import ENGINE
+
+    modules = ["q_proj", "o_proj"]
+    engine = Engine.from_pretrained(
+        GOLDEN / "qwen3_moe" / "base", dtype="float32", target_modules=modules, **ENGINE
+    )
+    trainer = Trainer(engine, token_buckets=[64])
+    trainer.add_adapter("a", LoraConfig(rank=4, alpha=8, target_modules=modules))
+    batch, losses = data([("a", 60)]), []
+    for _ in range(3):
+        result = trainer.forward_backward(batch)
+        assert same(scores(engine, batch), result.logprobs)
+        losses.append(result.losses["a"])
+        trainer.optim_step("a", 0.01)
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.slow
 def test_shared_outer_adapters(tmp_path):
     """In a bank that keeps one outer factor for all experts they are trained as such."""
