@@ -282,44 +282,35 @@ def test_bad_adapters_and_steps(pair):
             Trainer(engine, token_buckets=buckets)
 
 
-def test_adapters_of_attention_alone():
-    """In a bank that has nothing for experts, through whose layers gradients go all the same."""
+def check_training(batch, steps: int, modules, **options):
+    """An engine of its own and its trainer, that bring the losses of adapter "a" down."""
     from tests.adapters.tables import GOLDEN
     from tests.training.conftest import ENGINE
 
-    modules = ["q_proj", "o_proj"]
-    engine = Engine.from_pretrained(
-        GOLDEN / "qwen3_moe" / "base", dtype="float32", target_modules=modules, **ENGINE
-    )
-    trainer = Trainer(engine, token_buckets=[64])
+    base = GOLDEN / "qwen3_moe" / "base"
+    engine = Engine.from_pretrained(base, dtype="float32", **options, **ENGINE)
+    trainer, losses = Trainer(engine, token_buckets=[128]), []
     trainer.add_adapter("a", LoraConfig(rank=4, alpha=8, target_modules=modules))
-    batch, losses = data([("a", 60)]), []
-    for _ in range(3):
+    for _ in range(steps):
         result = trainer.forward_backward(batch)
         assert same(scores(engine, batch), result.logprobs)
         losses.append(result.losses["a"])
         trainer.optim_step("a", 0.01)
     assert losses[-1] < losses[0]
+    return engine, trainer
+
+
+def test_adapters_of_attention_alone():
+    """In a bank that has nothing for experts, through whose layers gradients go all the same."""
+    modules = ["q_proj", "o_proj"]
+    check_training(data([("a", 60)]), 3, modules, target_modules=modules)
 
 
 @pytest.mark.slow
 def test_shared_outer_adapters(tmp_path):
     """In a bank that keeps one outer factor for all experts they are trained as such."""
-    from tests.adapters.tables import GOLDEN
-    from tests.training.conftest import ENGINE
-
-    engine = Engine.from_pretrained(
-        GOLDEN / "qwen3_moe" / "base", dtype="float32", shared_outer=True, **ENGINE
-    )
-    trainer = Trainer(engine, token_buckets=[128])
-    trainer.add_adapter("a", LoraConfig(rank=4, alpha=8, target_modules=EXPERTS))
-    batch, losses = data([("a", 60)]), []
-    for _ in range(5):
-        result = trainer.forward_backward(batch)
-        assert same(scores(engine, batch), result.logprobs)
-        losses.append(result.losses["a"])
-        trainer.optim_step("a", 0.01)
-    assert losses[-1] < losses[0]
+    batch = data([("a", 60)])
+    engine, trainer = check_training(batch, 5, EXPERTS, shared_outer=True)
     shapes = trainer._adapters["a"].stacks.shapes
     assert {shape.a[0] for name, shape in shapes.items() if "down" not in name} == {1}
     trainer.save_adapter("a", tmp_path / "a", "shared_outer")
