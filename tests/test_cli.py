@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_moe_jax.cli import main
-from lora_moe_jax.commands.options import ranks
+from lora_moe_jax.commands.options import mesh_sizes, ranks
 from lora_moe_jax.pocket import ADAPTERS, BASE
 
 
@@ -41,6 +41,21 @@ def test_ranks_of_slots(capsys):
         with pytest.raises(SystemExit):
             main(["serve", "--max-rank", text])
         assert "RANK:SLOTS" in capsys.readouterr().err
+
+
+def test_sizes_of_a_mesh(capsys):
+    assert mesh_sizes("tensor=4") == {"tensor": 4}
+    assert mesh_sizes("expert=2,tensor=4") == {"expert": 2, "tensor": 4}
+    for text in ("tensr=2", "tensor", "tensor=0", "tensor=x", "", "tensor=2,tensor=2"):
+        with pytest.raises(SystemExit):
+            main(["serve", "--mesh", text])
+        assert "expected expert=DEVICES or tensor=DEVICES" in capsys.readouterr().err
+
+
+def test_a_mesh_of_more_devices_than_there_are(capsys):
+    assert main(["generate", "--prompt", "x", "--mesh", "tensor=1000"]) == 2
+    message = capsys.readouterr().err
+    assert "the mesh has more devices than there are" in message and "1000" in message
 
 
 def test_inspect(capsys):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import random_model
+from lora_moe_jax.parallel.mesh import mesh_of
 from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.options import EngineOptions
 from lora_moe_jax.serving.progress import progress_bar
@@ -73,20 +75,29 @@ def run_serving(
     dtype: str = "bfloat16",
     output: int = 64,
     decode_steps: int = 1,
+    mesh_sizes: Mapping[str, int] | None = None,
     json_file: Path | None = None,
 ) -> Report:
-    """Measures the loads on one engine, prints the table and writes the rows as JSON."""
+    """Measures the loads on one engine, prints the table and writes the rows as JSON.
+
+    Rooflines of a mesh are those of devices that share all of a step's work.
+    """
     rows: list[ServingRow] = []
     report = Report(this_environment(), {"serving": rows})
     if json_file is not None:
         report.write(json_file)
-    engine, sizes = build_engine(config, loads, rank, shared_outer, dtype, output, decode_steps)
+    engine, sizes = build_engine(
+        config, loads, rank, shared_outer, dtype, output, decode_steps, mesh_sizes
+    )
     if decode_steps > 1:
         name = f"{name}, {decode_steps} steps at once"
+    devices = math.prod((mesh_sizes or {}).values())
+    if mesh_sizes is not None:
+        name += ", " + " × ".join(f"{axis} {size}" for axis, size in mesh_sizes.items())
     # Without adapters first: the others are compared with it.
     for load in sorted(loads, key=lambda load: load.adapters):
         times = measure(engine, load, output)
-        rows.append(_row(name, sizes, load, rank, shared_outer, output, times, rows))
+        rows.append(_row(name, sizes, load, rank, shared_outer, output, times, rows, devices))
         if json_file is not None:
             report.write(json_file)
     console.print(table(rows))
@@ -101,6 +112,7 @@ def build_engine(
     dtype: str,
     output: int,
     decode_steps: int = 1,
+    mesh_sizes: Mapping[str, int] | None = None,
 ) -> tuple[Engine, ModelSizes]:
     """An engine of random weights whose steps and cache fit the loads, with its adapters loaded."""
     slots = max(load.adapters for load in loads)
@@ -121,10 +133,11 @@ def build_engine(
         cache_tokens=max(load.requests * (load.context + output + PAGE) for load in loads),
     )
     adapters = SlotConfig(slots, rank, dtype, shared_outer=shared_outer) if slots else None
+    mesh = mesh_of(mesh_sizes)
     with progress_bar("making weights", shown=True) as bar:
-        model = random_model(config, dtype=dtype, adapters=adapters, progress=bar.update)
+        model = random_model(config, dtype=dtype, adapters=adapters, mesh=mesh, progress=bar.update)
     sizes = ModelSizes.of(model)
-    engine = Engine.from_model(model, None, options, progress=True)
+    engine = Engine.from_model(model, None, options, mesh=mesh, progress=True)
     _load_adapters(engine, slots)
     return engine, sizes
 
@@ -214,11 +227,13 @@ def _decode(engine: Engine, prompts, names, output: int) -> Times:
     return Times((times / steps).tolist(), ((times - waited) / steps).tolist())
 
 
-def _row(name, sizes, load, rank, shared_outer, output, times: Times, rows) -> ServingRow:
+def _row(
+    name, sizes, load, rank, shared_outer, output, times: Times, rows, devices: int = 1
+) -> ServingRow:
     decode = load.phase == "decode"
     tokens, context = (1, load.context + output // 2) if decode else (load.context, load.context)
     floors = [
-        1e3 * sizes.step(load.requests, tokens, context, adapters).seconds
+        1e3 * sizes.step(load.requests, tokens, context, adapters).seconds / devices
         for adapters in (load.adapters, 0)
     ]
     step = 1e3 * statistics.median(times.steps)
@@ -227,6 +242,8 @@ def _row(name, sizes, load, rank, shared_outer, output, times: Times, rows) -> S
     over_bytes = over_base and over_base * floors[0] / floors[1]
     share = floors[0] / step
     value, (must, aim) = _target(load, share, over_base, over_bytes)
+    if devices > 1:
+        value, must, aim = None, None, None  # they are of one device
     between = [1e3 * float(np.percentile(times.steps, q)) for q in (50, 90, 99)]
     return ServingRow(
         model=name,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lora_moe_jax.commands.bench_model import add_model_option, model_config
 from lora_moe_jax.commands.console import wide_console
-from lora_moe_jax.commands.options import positive
+from lora_moe_jax.commands.options import add_mesh_option, positive
 
 
 def add_parser(benchmarks: argparse._SubParsersAction) -> None:
@@ -43,6 +43,7 @@ def add_parser(benchmarks: argparse._SubParsersAction) -> None:
         default=1,
         help="decode steps that the device takes by itself where it can (default 1)",
     )
+    add_mesh_option(parser)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.set_defaults(run=run)
@@ -66,5 +67,6 @@ def run(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         output=options.output,
         decode_steps=options.decode_steps,
+        mesh_sizes=options.mesh,
         json_file=options.json,
     )

@@ -9,6 +9,7 @@ from lora_moe_jax.commands.options import (
     MODEL_HELP,
     adapter_folders,
     add_adapter_option,
+    add_mesh_option,
     model_folder,
 )
 from lora_moe_jax.errors import RequestError
@@ -26,6 +27,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument("--max-rank", type=int, default=32)
     parser.add_argument("--max-length", type=int, help="most tokens of one request")
+    add_mesh_option(parser)
 
 
 def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
@@ -37,6 +39,7 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
     Raises:
       AdapterError, CheckpointError, ConfigError, RequestError: what is wrong with the options.
     """
+    from lora_moe_jax.parallel.mesh import mesh_of
     from lora_moe_jax.serving.engine import Engine
 
     adapters = adapter_folders(options)
@@ -56,6 +59,7 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
         max_adapters=len(adapters),
         max_rank=options.max_rank,
         max_length=options.max_length,
+        mesh=mesh_of(options.mesh),
         progress=True,
     )
     for name, folder in adapters.items():

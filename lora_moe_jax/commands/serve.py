@@ -9,6 +9,7 @@ from lora_moe_jax.commands.options import (
     MODEL_HELP,
     adapter_folders,
     add_adapter_option,
+    add_mesh_option,
     model_folder,
     ranks,
 )
@@ -40,6 +41,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--max-requests", type=int, default=8, help="requests that run at once")
     parser.add_argument("--max-length", type=int, help="most tokens of one request")
+    add_mesh_option(parser)
     parser.add_argument("--served-name", help="of the base model; default: its folder's name")
     parser.add_argument("--max-waiting", type=int, default=256, help="requests that may wait")
     parser.add_argument("--api-key", help="what clients must send")
@@ -59,6 +61,7 @@ def run(options: argparse.Namespace) -> None:
             key=missing,
             hint='pip install "lora-moe-jax[serve]"',
         ) from error
+    from lora_moe_jax.parallel.mesh import mesh_of
     from lora_moe_jax.serving.engine import Engine
 
     adapters = adapter_folders(options)
@@ -76,6 +79,7 @@ def run(options: argparse.Namespace) -> None:
             max_rank=options.max_rank,
             max_requests=options.max_requests,
             max_length=options.max_length,
+            mesh=mesh_of(options.mesh),
             progress=True,
         )
         for name, adapter in adapters.items():

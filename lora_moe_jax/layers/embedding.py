@@ -30,13 +30,12 @@ class Embedding(nnx.Module):
         local = tokens - self.axes.index(self.vocab_axis) * weight.shape[0]
         here = ((local >= 0) & (local < weight.shape[0]))[:, None]
         row = jnp.clip(local, 0, weight.shape[0] - 1)
-        x = jnp.where(here, weight[row], 0)
-        x = self.axes.psum(x, self.vocab_axis)  # one device has the row, the others add zeros
+        x = self.axes.the_one(jnp.where(here, weight[row], 0), self.vocab_axis)
         if self.slots is None:
             return x
         lora = lora_of(self.slots)
         u = jnp.where(here, columns(lora, token_slots, row).astype(jnp.float32), 0)
-        u = self.axes.psum(u, self.vocab_axis) * scalings(lora, token_slots)
+        u = self.axes.the_one(u, self.vocab_axis) * scalings(lora, token_slots)
         y = plus_rows(x.astype(jnp.float32), u, lora, token_slots)
         return jnp.where((token_slots >= 0)[:, None], y.astype(x.dtype), x)
 

@@ -97,7 +97,7 @@ class MoeMlp(nnx.Module):
         local = self.experts.down_proj[...].shape[0]
         first = self.axes.index(self.expert_axis) * local
         routed = self.experts(x, experts, weights, token_slots, first, valid)
-        y = self.axes.psum(routed, self.expert_axis, self.width_axis).astype(x.dtype)
+        y = self.axes.sum(routed, self.expert_axis, self.width_axis).astype(x.dtype)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x, token_slots)
         return y, experts

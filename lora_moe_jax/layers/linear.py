@@ -54,7 +54,7 @@ class Linear(nnx.Module):
         """`out_dtype`: see `lora_matmul`."""
         lora = (lora_of(self.slots),)
         y = lora_matmul(x, self.weight[...], token_slots, lora, out_dtype=out_dtype)
-        y = self.axes.psum(y, self.sum_over)
+        y = self.axes.sum(y, self.sum_over)
         return y if self.bias is None else y + self.bias[...]
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.checkpoint.reader import Checkpoint
@@ -21,7 +21,7 @@ from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.layers.build import Build, SlotConfig
 from lora_moe_jax.models import deepseek, qwen3
 from lora_moe_jax.models.decoder import Decoder
-from lora_moe_jax.models.layer_stacks import filled, place, stacks_layers
+from lora_moe_jax.models.layer_stacks import Axes, filled, place, stacks_layers
 from lora_moe_jax.parallel.mesh import axis_size, mesh_axes
 from lora_moe_jax.parallel.sharding import named_sharding, sharding_rules
 
@@ -58,35 +58,44 @@ def random_model(
     *,
     dtype: str = "bfloat16",
     adapters: SlotConfig | None = None,
+    mesh: Mesh | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decoder:
     """A model with random weights made on the device, array by array: for benchmarks of its size.
 
-    Adapter slots are zero, norms one, biases zero; other weights have unit gain.
+    Adapter slots are zero, norms one, biases zero; other weights have unit gain. Of a mesh that
+    splits features it is another model: rows of fused projections lie in another order there.
     """
-    model = abstract_model(config, dtype=dtype, adapters=adapters)
-    stacked = stacks_layers(dtype)
-    return filled(model, _random, lambda axes: None, stacked=stacked, progress=progress)
+    model = abstract_model(config, dtype=dtype, adapters=adapters, mesh=mesh)
+    sharding_of = _sharding_of(config, mesh)
+
+    def make(path, variable, number):
+        return _random(path, variable, number, sharding_of(variable.get_metadata("axes")))
+
+    return filled(model, make, sharding_of, stacked=stacks_layers(dtype), progress=progress)
 
 
-def _random(path, variable, seed: int) -> jax.Array:
+def _random(path, variable, seed: int, sharding: Sharding | None) -> jax.Array:
     shape, dtype = variable.shape, variable.dtype
     if isinstance(variable, LoraParam) or path[-1] in ("bias", "correction_bias"):
-        return jnp.zeros(shape, dtype)
+        return jnp.zeros(shape, dtype, device=sharding)
     if len(shape) == 1:
-        return jnp.ones(shape, dtype)
-    return _normal(jax.random.key(seed), shape, dtype)
+        return jnp.ones(shape, dtype, device=sharding)
+    return _normal(shape, dtype, sharding)(jax.random.key(seed))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key, shape, dtype):
-    """One matrix at a time: whole arrays of float32 may not fit beside the weights."""
+@functools.cache
+def _normal(shape: tuple[int, ...], dtype, sharding: Sharding | None) -> Callable:
+    """Makes one matrix at a time: whole arrays of float32 may not fit beside the weights."""
 
     def matrix(key):
         return (shape[-1] ** -0.5 * jax.random.normal(key, shape[-2:])).astype(dtype)
 
-    keys = jax.random.split(key, math.prod(shape[:-2]))
-    return jax.lax.map(matrix, keys).reshape(shape)
+    def matrices(key):
+        keys = jax.random.split(key, math.prod(shape[:-2]))
+        return jax.lax.map(matrix, keys).reshape(shape)
+
+    return jax.jit(matrices, out_shardings=sharding)
 
 
 def projections(model: Decoder) -> dict[str, Projection]:
@@ -114,10 +123,7 @@ def load_model(
       progress: called with the parameters done and their number.
     """
     model = abstract_model(config, dtype=dtype, adapters=adapters, mesh=mesh)
-    rules = sharding_rules(config, mesh)
-
-    def sharding_of(axes):
-        return None if mesh is None else named_sharding(axes, rules, mesh)
+    sharding_of = _sharding_of(config, mesh)
 
     def make(path, variable, number):
         sharding = sharding_of(variable.get_metadata("axes"))
@@ -126,6 +132,12 @@ def load_model(
         return _read_parameter(checkpoint, variable, sharding)
 
     return filled(model, make, sharding_of, stacked=stacks_layers(dtype), progress=progress)
+
+
+def _sharding_of(config: ModelConfig, mesh: Mesh | None) -> Callable[[Axes], Sharding | None]:
+    """How an array with such axes lies on the mesh."""
+    rules = sharding_rules(config, mesh)
+    return lambda axes: None if mesh is None else named_sharding(axes, rules, mesh)
 
 
 def _read_parameter(checkpoint: Checkpoint, variable, sharding) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -9,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from lora_moe_jax.errors import ConfigError
+from lora_moe_jax.parallel.ordered_sum import ordered_sum
 
 SUPPORTED_AXES = ("tensor", "expert")
 
@@ -23,10 +26,14 @@ class MeshAxes:
     tensor: str | None = None
     expert: str | None = None
 
-    def psum(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Sums over the given axes that exist."""
+    def sum(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Sums `[rows, columns]` over the given axes that exist, with bits of each row alone."""
         present = tuple(axis for axis in axes if axis is not None)
-        return lax.psum(x, present) if present else x
+        return ordered_sum(x, present) if present else x
+
+    def the_one(self, x: jax.Array, axis: str | None) -> jax.Array:
+        """Of shares of which all but one device's are zero, that one."""
+        return x if axis is None else lax.psum(x, axis)
 
     def all_gather(self, x: jax.Array, axis: str | None, dimension: int) -> jax.Array:
         """Concatenates the shares of a split dimension."""
@@ -56,6 +63,25 @@ def mesh_axes(mesh: Mesh | None) -> MeshAxes:
             hint='make the mesh with jax.make_mesh((2, 2), ("expert", "tensor"))',
         )
     return MeshAxes(**{name: name for name in mesh.axis_names if name in SUPPORTED_AXES})
+
+
+def mesh_of(sizes: Mapping[str, int] | None) -> Mesh | None:
+    """A mesh of the first devices, from how many there are along each axis; None for None.
+
+    Raises:
+      ConfigError: there are not so many devices.
+    """
+    if sizes is None:
+        return None
+    count, devices = math.prod(sizes.values()), jax.devices()
+    if count > len(devices):
+        raise ConfigError(
+            "the mesh has more devices than there are",
+            key="mesh",
+            expected=f"at most {len(devices)} devices ({devices[0].device_kind})",
+            found=str(dict(sizes)),
+        )
+    return automatic(jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices[:count]))
 
 
 def automatic(mesh: Mesh | None) -> Mesh | None:

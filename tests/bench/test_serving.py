@@ -56,6 +56,21 @@ def test_a_small_model(tmp_path, capsys, monkeypatch):
         serving.measure(engine, Load("decode", 2, 8, 0), 1)
 
 
+def test_a_mesh(tmp_path):
+    """Each of four devices has its part of the work; what one device must reach says nothing."""
+    small_config(tmp_path)
+    file = tmp_path / "serving.json"
+    sizes = "--context 8 --prefill 8 --adapters 1 --rank 4 --output 6 --decode 2".split()
+    command = ["bench", "serving", "--model", str(tmp_path), "--dtype", "float32", *sizes]
+    floors = []
+    for mesh in ([], ["--mesh", "expert=2,tensor=2"]):
+        assert main([*command, *mesh, "--json", str(file)]) == 0
+        rows = read_report(file).sections["serving"]
+        floors.append([row.roofline_ms for row in rows])
+    np.testing.assert_allclose(np.multiply(4, floors[1]), floors[0])
+    assert all(row.must is None and "expert 2 × tensor 2" in row.model for row in rows)
+
+
 @pytest.mark.parametrize(
     "option", ["--decode", "--context", "--adapters", "--rank", "--output", "--decode-steps"]
 )
