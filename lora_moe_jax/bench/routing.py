@@ -106,10 +106,8 @@ class Replay:
 
 def _step(layout, arrays, base, bank, pages, last_tokens, packed):
     """A step's pages, last tokens, `packed` and `chosen`, and int32 [layers, T, choices]."""
-    pages, last_tokens, _, packed, chosen, experts = routed_step(
-        layout, arrays, base, bank, pages, last_tokens, packed
-    )
-    return pages, last_tokens, packed, chosen, jnp.stack(experts)
+    *rest, experts = routed_step(layout, arrays, base, bank, pages, last_tokens, packed)
+    return *rest, jnp.stack(experts)
 
 
 def _first_chunks(recorded: Recorded) -> dict[Request, Chunk]:

@@ -41,26 +41,36 @@ TopK = tuple[jax.Array, jax.Array]  # int32 ids [rows, K] and their logprobs, mo
 def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, results, packed):
     """One step: (pages, last_tokens, (hidden, logits), packed, chosen), see `Results`.
 
-    Hidden states and logits take the memory of earlier ones, which are given for that alone. What
-    it gives as `packed` is for the same rows a token later, if each token of this step is of a row
-    that is given its next one.
+    Hidden states take the memory of earlier ones, which are given for that alone; of the logits,
+    those of rows that sample. What it gives as `packed` is for the same rows a token later, if each
+    token of this step is of a row that is given its next one.
     """
-    del results
-    return _step(layout, arrays, base, bank, pages, last_tokens, packed, routed=False)[:5]
+    _, all_logits = results
+    pages, last_tokens, (hidden, logits), order, *rest, _ = _step(
+        layout, arrays, base, bank, pages, last_tokens, packed, routed=False
+    )
+    all_logits = all_logits.at[order].set(logits, unique_indices=True)
+    return pages, last_tokens, (hidden, all_logits), *rest
 
 
 def routed_step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens, packed):
-    """What `step` gives, and the experts [T, choices] in each layer that has a router."""
-    return _step(layout, arrays, base, bank, pages, last_tokens, packed, routed=True)
+    """(pages, last_tokens, packed, chosen) of `step`, and the experts [T, choices] of its tokens in
+    each layer that has a router."""
+    pages, last_tokens, _, _, *rest = _step(
+        layout, arrays, base, bank, pages, last_tokens, packed, routed=True
+    )
+    return pages, last_tokens, *rest
 
 
 def _step(layout, arrays, base, bank, pages, last_tokens, packed, routed: bool):
     inputs = layout.unpack(packed)
     model = arrays.merge(base, bank)
-    pages, hidden, logits, choices = _forward(model, pages, last_tokens, inputs, routed)
-    last_tokens, chosen = _choose(logits, inputs.rows, last_tokens, filters=False)
+    pages, hidden, choices = _forward(model, pages, last_tokens, inputs, routed)
+    order = _rows_to_sample(inputs)
+    logits = _logits(model, hidden, inputs.rows, order)
+    last_tokens, chosen = _choose(logits, inputs.rows, order, last_tokens, filters=False)
     packed = layout.repack(advanced(inputs))
-    return pages, last_tokens, (hidden, logits), packed, chosen[None], choices
+    return pages, last_tokens, (hidden, logits), order, packed, chosen[None], choices
 
 
 def decode(
@@ -79,8 +89,10 @@ def decode(
 
     def body(i, carry):
         pages, last_tokens, inputs, chosen = carry
-        pages, _, logits, _ = _forward(model, pages, last_tokens, inputs)
-        last_tokens, one = _choose(logits, inputs.rows, last_tokens, filters=None)
+        pages, hidden, _ = _forward(model, pages, last_tokens, inputs)
+        order = _rows_to_sample(inputs)
+        logits = _logits(model, hidden, inputs.rows, order)
+        last_tokens, one = _choose(logits, inputs.rows, order, last_tokens, filters=None)
         return pages, last_tokens, advanced(inputs), chosen.at[i].set(one)
 
     carry = pages, last_tokens, layout.unpack(packed), chosen
@@ -90,13 +102,13 @@ def decode(
 
 def filter_rows(layout: StepLayout, arrays: ModelArrays, base, bank, logits, last_tokens, part):
     """Chooses once more, with filters, from the logits of a step: (last_tokens, chosen)."""
-    last_tokens, chosen = _choose(logits, layout.row_values(part), last_tokens, filters=True)
+    rows, order = layout.row_values(part), jnp.arange(layout.rows)
+    last_tokens, chosen = _choose(logits, rows, order, last_tokens, filters=True)
     return last_tokens, chosen[None]
 
 
 def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs, routed: bool = False):
-    """The pages with the batch's tokens written, hidden [T, H], the rows' logits [B, V], and the
-    tokens' experts."""
+    """The pages with the batch's tokens written, hidden [T, H], and the tokens' experts."""
     request, rows = inputs.request, inputs.rows
     fed_back = last_tokens.at[request].get(mode="clip")
     tokens = jnp.where(inputs.tokens == FED_BACK, fed_back, inputs.tokens)
@@ -108,31 +120,43 @@ def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs, rout
     cache = LayerCache(*pages, view)
     hidden, cache, choices = model(tokens, token_slots, cache, routed=routed)
     # What is sampled and what is scored must begin from the same bits: nothing crosses this line.
-    hidden = lax.optimization_barrier(hidden)
-    slots = jnp.where(rows.sample_at >= 0, rows.slots, -1)
-    # Those of one adapter together, as the batch has its tokens.
-    order = jnp.argsort(slots)
-    logits = model.logits(hidden.at[rows.sample_at[order]].get(mode="clip"), slots[order])
-    logits = logits[jnp.argsort(order)]
-    return (cache.first, cache.second), hidden, logits, choices
+    return (cache.first, cache.second), lax.optimization_barrier(hidden), choices
 
 
-def _choose(logits, rows: RowInputs, last_tokens, filters: bool | None):
-    """The rows' last tokens [B], and the tokens and the bits of their logprobs [2, B]."""
-    samples = rows.sample_at >= 0
-    settings = SamplingRows(
-        # Rows of requests that are gone, or not so far, keep theirs: they must cost nothing.
-        temperature=jnp.where(samples, rows.temperature, 0),
-        top_k=rows.top_k,
-        top_p=rows.top_p,
-        min_p=rows.min_p,
-        seed=rows.seed,
-        step=rows.step,
-    )
+def _rows_to_sample(inputs: StepInputs):
+    """int32 [min(T, B)]: the rows that sample, those of one adapter together, and then others.
+
+    No more rows sample than there are tokens: where one request runs in an engine of 64, the logits
+    of all rows would take a twentieth of its step.
+    """
+    rows, tokens = inputs.rows, inputs.tokens.shape[0]
+    last = jnp.iinfo(jnp.int32).max
+    return jnp.argsort(jnp.where(rows.sample_at >= 0, rows.slots, last))[:tokens]
+
+
+def _logits(model: Decoder, hidden, rows: RowInputs, order):
+    """float32 [n, V] of the rows in `order`; of any place and no adapter if one does not sample."""
+    places = rows.sample_at[order]
+    slots = jnp.where(places >= 0, rows.slots[order], -1)
+    return model.logits(hidden.at[places].get(mode="clip"), slots)
+
+
+def _choose(logits, rows: RowInputs, order, last_tokens, filters: bool | None):
+    """The rows' last tokens [B], and the tokens and the bits of their logprobs [2, B].
+
+    Args:
+      logits: float32 [n, V] of the rows in `order`, int32 [n], among which are all that sample.
+    """
+    samples = rows.sample_at[order] >= 0
+    settings = SamplingRows(*(getattr(rows, name)[order] for name in SamplingRows._fields))
+    # Rows of requests that are gone, or not so far, keep theirs: they must cost nothing.
+    settings = settings._replace(temperature=jnp.where(samples, settings.temperature, 0))
     sampled = sample(logits, settings, filters)
     logprobs = token_logprobs(logits, sampled)
-    last_tokens = jnp.where(samples, sampled, last_tokens)
-    return last_tokens, jnp.stack([sampled, logprobs.view(jnp.int32)])
+    chosen = jnp.stack([sampled, logprobs.view(jnp.int32)])
+    chosen = jnp.zeros((2, len(last_tokens)), jnp.int32).at[:, order].set(chosen)
+    place = jnp.where(samples, order, len(last_tokens))
+    return last_tokens.at[place].set(sampled, mode="drop"), chosen
 
 
 def top_rows(count: int, arrays: ModelArrays, base, bank, logits) -> TopK:
