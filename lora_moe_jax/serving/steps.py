@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,12 @@ from lora_moe_jax.serving.step_functions import (
 from lora_moe_jax.serving.step_layout import StepLayout
 
 Pages = tuple[jax.Array, jax.Array]  # of all layers, one after the other
+# XLA's defaults and sums over devices, at each of which a CUDA graph would end otherwise: the host
+# would launch them one by one, and devices would wait for each other longer.
+GRAPHS_WITH_SUMS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
+    "DYNAMIC_SLICE_FUSION,COLLECTIVES"
+}
 HOLES = 4  # for arrays of a kind: those of two steps, and those being freed
 
 
@@ -122,7 +128,7 @@ class Steps:
             # Tracing and lowering are Python, which threads would only slow down; compiling is not.
             # Mosaic numbers kernels as they are lowered, and the persistent cache finds them in
             # the same order alone.
-            compiled = [threads.submit(self._lower(job, kernels).compile) for job in jobs.values()]
+            compiled = [self._compile(job, kernels, threads) for job in jobs.values()]
             for done, (name, future) in enumerate(zip(jobs, compiled, strict=True)):
                 self._compiled[name] = future.result()
                 progress(done + 1, len(jobs))
@@ -209,6 +215,11 @@ class Steps:
     def _decode_job(self, size: int, steps: int) -> _Job:
         function = functools.partial(decode, steps, self.layout)
         return _Job(function, (self.pages, self.last_tokens, self._packed_shape(size)), (2, 3))
+
+    def _compile(self, job: _Job, kernels: Executor, threads: Executor) -> Future:
+        lowered, collects = self._lower(job, kernels), self.arrays.mesh is not None
+        on_gpus = collects and jax.default_backend() == "gpu"
+        return threads.submit(lowered.compile, GRAPHS_WITH_SUMS if on_gpus else None)
 
     def _lower(self, job: _Job, kernels: Executor) -> jax.stages.Lowered:
         """A job ready to be compiled; its kernels are being compiled then."""

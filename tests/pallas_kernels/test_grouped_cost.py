@@ -1,4 +1,5 @@
-"""What the operation costs, by counting: it follows rows and widths, not slots or rank x width."""
+"""What the operation in plain JAX costs, by counting: it follows rows and widths, not slots or
+rank x width."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ def abstract_case(slots, rows=ROWS):
 
 
 def forward(case):
-    return grouped_lora_matmul(*case)
+    return grouped_lora_matmul(*case, implementation="xla")
 
 
 def backward(case, dy):
     def inner(x, lora):
-        return grouped_lora_matmul(x, *case[1:4], lora)
+        return grouped_lora_matmul(x, *case[1:4], lora, implementation="xla")
 
     return jax.vjp(inner, case.x, case.lora)[1](dy)
 
