@@ -46,7 +46,6 @@ GRAPHS_WITH_SUMS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
     "DYNAMIC_SLICE_FUSION,COLLECTIVES"
 }
-LOOK_EVERY = 100e-6  # seconds
 HOLES = 4  # for arrays of a kind: those of two steps, and those being freed
 
 
@@ -104,7 +103,6 @@ class Steps:
             self._hidden[size] = self._zeros((size, config.hidden_size), arrays.base[0].dtype)
         self.waited = 0.0
         self._lost = False
-        self._looks = jax.default_backend() == "gpu"
         self._compiled: dict[str, Any] = {}
         # What the compiler works on for longest comes first.
         jobs = {f"step[{size}]": self._step_job(size) for size in reversed(token_buckets)}
@@ -179,8 +177,6 @@ class Steps:
     def fetch(self, array: jax.Array) -> np.ndarray:
         """Waits for a result."""
         start = time.perf_counter()
-        while self._looks and not array.is_ready():
-            time.sleep(LOOK_EVERY)
         array = np.asarray(array)
         self.waited += time.perf_counter() - start
         return array
