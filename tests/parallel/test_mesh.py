@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from lora_moe_jax import ConfigError, Engine, SamplingParams
 from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.parallel.sharding import sharding_rules
+from tests.serving.helpers import bits, greedy, prompts, sampled
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SIZES = dict(
@@ -68,6 +69,18 @@ def test_the_golden_logits(family, mesh):
     rescored = engine.score([sequence], [adapters[1]], top_logprobs=2)[0]
     assert rescored.top_logprobs[4:] == output.top_logprobs
     np.testing.assert_array_equal(rescored.logprobs[4:], np.float32(output.logprobs))
+
+
+def test_requests_have_the_bits_that_they_have_alone():
+    """On four devices, whose shares are summed up."""
+    engine, folder = engine_on("qwen3_moe", "expert2-tensor2"), GOLDEN / "qwen3_moe" / "adapters"
+    for name in ("attn", "experts"):
+        engine.load_adapter(name, folder / name)
+    texts, names = prompts([3, 9, 1, 14]), ["experts", None, "attn", "experts"]
+    params = [greedy(5), sampled(1, 9), sampled(2, 4), greedy(7)]
+    together = engine.generate(texts, params, names)
+    for text, its, name, out in zip(texts, params, names, together, strict=True):
+        assert bits(engine.generate([text], its, name)[0]) == bits(out)
 
 
 def test_weights_and_cache_are_split():

@@ -42,7 +42,7 @@ def shares_of(devices: int, rows: int, columns: int) -> np.ndarray:
 @pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize(
     ("few_bytes", "columns"),
-    [(1 << 20, 64), (0, 64), (0, 65)],
+    [(3 << 20, 64), (0, 64), (0, 65)],
     ids=["at-once", "in-parts", "columns-that-do-not-divide"],
 )
 def test_shares_are_added_in_order_of_the_devices(axes, few_bytes, columns, monkeypatch):
