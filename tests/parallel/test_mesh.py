@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from lora_moe_jax import ConfigError, Engine, SamplingParams
 from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.parallel.sharding import sharding_rules
+from lora_moe_jax.serving.steps import GRAPHS_WITH_SUMS
 from tests.serving.helpers import bits, greedy, prompts, sampled
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -81,6 +82,15 @@ def test_requests_have_the_bits_that_they_have_alone():
     together = engine.generate(texts, params, names)
     for text, its, name, out in zip(texts, params, names, together, strict=True):
         assert bits(engine.generate([text], its, name)[0]) == bits(out)
+
+
+def test_xla_knows_the_options_of_steps_on_gpus():
+    """It refuses a name that it does not know, on a CPU too."""
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    lowered.compile(GRAPHS_WITH_SUMS)
+    ((option, names),) = GRAPHS_WITH_SUMS.items()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid enum value"):
+        lowered.compile({option: f"{names},NOTHING"})
 
 
 def test_weights_and_cache_are_split():
