@@ -217,9 +217,8 @@ class Steps:
         return _Job(function, (self.pages, self.last_tokens, self._packed_shape(size)), (2, 3))
 
     def _compile(self, job: _Job, kernels: Executor, threads: Executor) -> Future:
-        lowered, collects = self._lower(job, kernels), self.arrays.mesh is not None
-        on_gpus = collects and jax.default_backend() == "gpu"
-        return threads.submit(lowered.compile, GRAPHS_WITH_SUMS if on_gpus else None)
+        sums = self.arrays.mesh is not None and jax.default_backend() == "gpu"
+        return threads.submit(self._lower(job, kernels).compile, GRAPHS_WITH_SUMS if sums else None)
 
     def _lower(self, job: _Job, kernels: Executor) -> jax.stages.Lowered:
         """A job ready to be compiled; its kernels are being compiled then."""
