@@ -56,6 +56,7 @@ def test_a_mesh_of_more_devices_than_there_are(capsys):
     assert main(["generate", "--prompt", "x", "--mesh", "tensor=1000"]) == 2
     message = capsys.readouterr().err
     assert "the mesh has more devices than there are" in message and "1000" in message
+    assert "JAX_NUM_CPU_DEVICES" in message
 
 
 def test_inspect(capsys):

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from lora_moe_jax.errors import RequestError
+from lora_moe_jax.parallel.mesh import SUPPORTED_AXES
 from lora_moe_jax.pocket import ADAPTERS, BASE
 
 MODEL_HELP = "Hugging Face model folder, or 'pocket' for the model that comes with the package"
-MESH_AXES = ("expert", "tensor")
 MESH_HELP = "devices to split the model over, as expert=2,tensor=4; default: one device"
 ADAPTER_HELP = "an adapter to load; may be repeated. For 'pocket', a bare name of its adapters"
 
@@ -68,9 +68,9 @@ def add_mesh_option(parser: argparse.ArgumentParser) -> None:
 def mesh_sizes(text: str) -> dict[str, int]:
     """An option's type: how many devices there are along each axis of a mesh."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
-    found = {axis: int(size) for axis, size in pairs if axis in MESH_AXES and size.isdecimal()}
+    found = {axis: int(size) for axis, size in pairs if axis in SUPPORTED_AXES and size.isdecimal()}
     if len(found) < len(pairs) or not all(found.values()):
-        axes = " or ".join(f"{axis}=DEVICES" for axis in MESH_AXES)
+        axes = " or ".join(f"{axis}=DEVICES" for axis in sorted(SUPPORTED_AXES))
         raise argparse.ArgumentTypeError(f"expected {axes}, or both with a comma, found {text}")
     return found
 

@@ -80,6 +80,7 @@ def mesh_of(sizes: Mapping[str, int] | None) -> Mesh | None:
             key="mesh",
             expected=f"at most {len(devices)} devices ({devices[0].device_kind})",
             found=str(dict(sizes)),
+            hint="use a smaller mesh; JAX_NUM_CPU_DEVICES makes several devices of a CPU",
         )
     return automatic(jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices[:count]))
 

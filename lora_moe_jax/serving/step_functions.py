@@ -66,8 +66,7 @@ def _step(layout, arrays, base, bank, pages, last_tokens, packed, routed: bool):
     inputs = layout.unpack(packed)
     model = arrays.merge(base, bank)
     pages, hidden, choices = _forward(model, pages, last_tokens, inputs, routed)
-    order = _rows_to_sample(inputs)
-    logits = _logits(model, hidden, inputs.rows, order)
+    order, logits = _logits(model, hidden, inputs)
     last_tokens, chosen = _choose(logits, inputs.rows, order, last_tokens, filters=False)
     packed = layout.repack(advanced(inputs))
     return pages, last_tokens, (hidden, logits), order, packed, chosen[None], choices
@@ -90,8 +89,7 @@ def decode(
     def body(i, carry):
         pages, last_tokens, inputs, chosen = carry
         pages, hidden, _ = _forward(model, pages, last_tokens, inputs)
-        order = _rows_to_sample(inputs)
-        logits = _logits(model, hidden, inputs.rows, order)
+        order, logits = _logits(model, hidden, inputs)
         last_tokens, one = _choose(logits, inputs.rows, order, last_tokens, filters=None)
         return pages, last_tokens, advanced(inputs), chosen.at[i].set(one)
 
@@ -123,22 +121,19 @@ def _forward(model: Decoder, pages: Pages, last_tokens, inputs: StepInputs, rout
     return (cache.first, cache.second), lax.optimization_barrier(hidden), choices
 
 
-def _rows_to_sample(inputs: StepInputs):
-    """int32 [min(T, B)]: the rows that sample, those of one adapter together, and then others.
+def _logits(model: Decoder, hidden, inputs: StepInputs):
+    """n = min(T, B) rows, int32 [n], and their logits, float32 [n, V].
 
-    No more rows sample than there are tokens: where one request runs in an engine of 64, the logits
-    of all rows would take a twentieth of its step.
+    First the rows that sample, those of one adapter together, then others, with the logits of any
+    place. No more rows sample than there are tokens: where one request runs in an engine of 64, the
+    logits of all rows would take a twentieth of its step.
     """
     rows, tokens = inputs.rows, inputs.tokens.shape[0]
     last = jnp.iinfo(jnp.int32).max
-    return jnp.argsort(jnp.where(rows.sample_at >= 0, rows.slots, last))[:tokens]
-
-
-def _logits(model: Decoder, hidden, rows: RowInputs, order):
-    """float32 [n, V] of the rows in `order`; of any place and no adapter if one does not sample."""
+    order = jnp.argsort(jnp.where(rows.sample_at >= 0, rows.slots, last))[:tokens]
     places = rows.sample_at[order]
     slots = jnp.where(places >= 0, rows.slots[order], -1)
-    return model.logits(hidden.at[places].get(mode="clip"), slots)
+    return order, model.logits(hidden.at[places].get(mode="clip"), slots)
 
 
 def _choose(logits, rows: RowInputs, order, last_tokens, filters: bool | None):
