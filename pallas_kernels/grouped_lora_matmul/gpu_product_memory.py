@@ -89,26 +89,40 @@ class ProductMemory:
         load_weights = functools.partial(self.load_weights, tile, row_slot)
 
         def k_loop(height, first_step):
-            def load_steps(*loads, begin, end):
-                """Of these steps, what some functions load of each block."""
+            def load_steps(*loads, begin, end, acquire=True):
+                """Of these steps, what some functions load of each block, when its stage is free.
 
-                def load_block(block):
+                Args:
+                  acquire: False for stages that are theirs already.
+                """
+                depth = self.schedule.depth
+
+                def for_steps(load_block):
                     def k_step(k, step):
-                        for load in loads:
-                            load(height, k, step, block)
+                        if acquire:
+                            self.acquire(step)
+                        load_block(k, step)
                         return step + 1
 
                     lax.fori_loop(begin, end, k_step, first_step + begin)
 
-                depth = self.schedule.depth
+                def load_block(block, k, step):
+                    for load in loads:
+                        load(height, k, step, block)
+
                 if depth == 1:
-                    load_block(0)
+                    for_steps(functools.partial(load_block, 0))
                     return
 
                 # One warp issues copies too slowly: each takes its block of every stage.
                 @plgpu.warp_map
                 def _load(warp):
-                    pl.when(warp < depth)(lambda: load_block(warp))
+                    def load_own(k, step):
+                        pl.when(warp < depth)(lambda: load_block(warp, k, step))
+
+                    # Those without a block wait for stages too: a warp counts the phases that it
+                    # has seen, and later all wait together.
+                    for_steps(load_own)
 
             begin = jnp.int32(0)
             if self.wait_for_x:
@@ -116,7 +130,7 @@ class ProductMemory:
                 begin = jnp.where(is_first, jnp.minimum(tile.k_steps, self.schedule.stages), 0)
                 load_steps(load_weights, begin=0, end=begin)
                 pl.when(is_first)(self.wait_for_x)
-                load_steps(load_x, begin=0, end=begin)
+                load_steps(load_x, begin=0, end=begin, acquire=False)
             load_steps(load_weights, load_x, begin=begin, end=tile.k_steps)
             return first_step + tile.k_steps
 
@@ -154,9 +168,8 @@ class ProductMemory:
         )
 
     def load_weights(self, tile, row_slot, height, k, step, block):
-        """A block of W, and of A where u is made here, as soon as their stage is free."""
+        """A block of W, and of A where u is made here."""
         del height
-        self.acquire(step)
         stage, column = self.stages.stage_of(step), (k * self.schedule.depth + block) * K_STEP
         self.load_w(tile, column, stage, block)
         if self.layout.inner:

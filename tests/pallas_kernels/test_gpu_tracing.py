@@ -100,3 +100,55 @@ def test_products_of_few_rows_in_groups(rows):
     x, w, sizes = array(rows, 512), array(3, 128, 512), array(3, dtype=jnp.int32)
     found = jax.eval_shape(product, x, w, sizes, array(rows, dtype=jnp.int32), (pair,))
     assert found.shape == (rows, 128)
+
+
+@pytest.mark.parametrize("rank", [8, 32, 64])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v2-lite"])
+def test_all_warps_wait_where_one_does(name, rank):
+    """Each counts the phases of a barrier that it has seen; at another one all would wait for ever.
+
+    Stages of the experts of one token have blocks for all warps, or for two of them.
+    """
+    function, arguments = layer(name, 1, rank)
+    found = list(waits_of_warps(jax.make_jaxpr(function)(*arguments).jaxpr))
+    assert found and not any(alone for alone in found)
+
+
+def waits_of_warps(jaxpr, warps=frozenset(), alone=None):
+    """Of each wait for a barrier that warps do one by one, whether it depends on which warp it is.
+
+    Args:
+      warps: the variables that do. alone: that of the code around, None outside of such code.
+    """
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "barrier_wait" and alone is not None:
+            yield alone
+        if any(is_in(its, warps) for its in eqn.invars) or (
+            name == "axis_index" and alone is not None
+        ):
+            warps = warps | set(eqn.outvars)
+        inside = False if "WarpMesh" in str(eqn.params.get("meshes")) else alone
+        if inside is not None:
+            inside |= name == "cond" and is_in(eqn.invars[0], warps)
+        for sub, operands in jaxprs_in(eqn):
+            taken = zip(sub.invars, operands, strict=False)
+            inner = frozenset(var for var, its in taken if is_in(its, warps))
+            yield from waits_of_warps(sub, inner, inside)
+
+
+def is_in(atom, some):
+    return not hasattr(atom, "val") and atom in some
+
+
+def jaxprs_in(eqn):
+    """The programs that an operation runs, and what of its operands each takes."""
+    params = eqn.params
+    if eqn.primitive.name == "cond":
+        return [(branch.jaxpr, eqn.invars[1:]) for branch in params["branches"]]
+    if eqn.primitive.name == "while":
+        consts = params["cond_nconsts"]
+        return [(params["body_jaxpr"].jaxpr, eqn.invars[consts:])]
+    subs = jax.tree.leaves(list(params.values()), is_leaf=lambda its: hasattr(its, "eqns"))
+    subs = [getattr(sub, "jaxpr", sub) for sub in subs]
+    return [(sub, eqn.invars) for sub in subs if hasattr(sub, "eqns")]

@@ -137,6 +137,35 @@ def test_values(shared, gate, implementation, dtype):
     assert_close(found, one_by_one(call, gate), dtype)
 
 
+@pytest.mark.parametrize("rank", [16, 32])
+def test_one_token_of_an_engine_with_slots(rank, implementation, dtype):
+    """Without an adapter it has the bits of an engine without; a wide row's stages come round."""
+    hidden, width, groups = 2048, 384, 4
+    rng = np.random.default_rng(rank)
+
+    def normal(*shape):
+        return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(dtype)
+
+    def pair(n_in, n_out):
+        a, b = normal(2, groups, rank, n_in), normal(2, groups, rank, n_out)
+        return Lora(a, b, np.ones((2, groups), np.float32))
+
+    call = dict(
+        x=normal(1, hidden) * dtype.type(hidden**0.5),
+        experts=np.array([[2, 0, 3]], np.int32),
+        weights=np.array([[0.5, 0.3, 0.2]], np.float32),
+        token_slots=np.array([-1], np.int32),
+        gate_up=normal(groups, 2 * width, hidden),
+        down=normal(groups, hidden, width),
+    )
+    pairs = pair(hidden, width), pair(hidden, width), pair(width, hidden)
+    slots = dict(zip(LORA, pairs, strict=True))
+    base = run(implementation, call)
+    np.testing.assert_array_equal(run(implementation, call | slots), base)
+    its = run(implementation, call | slots | {"token_slots": np.array([1], np.int32)})
+    assert abs(its - base).max() > 0.01
+
+
 def test_without_adapters(implementation, dtype):
     call = arguments(dtype=dtype) | dict.fromkeys(LORA)
     assert_close(run(implementation, call), one_by_one(call), dtype)
