@@ -15,7 +15,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import InPlace, for
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import LoraArrays, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 from pallas_kernels.hopper.accumulate import continued
-from pallas_kernels.hopper.store import store_rows
+from pallas_kernels.hopper.store import store_registers, store_rows
 
 
 class ProductConsumer:
@@ -254,7 +254,8 @@ class ProductConsumer:
                     total = gated(left, right, layout.gate)
                 total = total.astype(layout.out_dtype)
                 turned = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-                buffer.at[pl.ds(piece.start - begin, piece.width)].T[...] = turned
+                rows = buffer.at[pl.ds(piece.start - begin, piece.width)]
+                store_registers(rows.T, turned, swizzled=bool(self.layout.out_transforms()))
             plgpu.commit_smem()
 
             def store(buffer=buffer, block=block):

@@ -12,7 +12,6 @@ from pallas_kernels.hopper.machine import (
     HALF_MEMORY,
     PROGRAMS,
     SHARED_MEMORY,
-    STORES_WITHOUT_SWIZZLE,
 )
 
 ARRAY = 1024  # bytes of shared memory that every array takes a multiple of
@@ -212,8 +211,6 @@ def _narrow(width: int, made_ranks: int) -> int:
 
     With those of u they are one block.
     """
-    if not STORES_WITHOUT_SWIZZLE:
-        return 64
     features = 64
     while features > NARROWEST and width // features < ENOUGH_PROGRAMS:
         features //= 2
@@ -224,8 +221,6 @@ def _narrow(width: int, made_ranks: int) -> int:
 
 def _narrow_gated(width: int, row_tiles: int, made_ranks: int) -> int:
     """Features of a tile, of the gate's part, with which turns of all programs load the least."""
-    if not STORES_WITHOUT_SWIZZLE:
-        return 64
 
     def rows(features: int) -> int:
         return -(-row_tiles * -(-width // features) // PROGRAMS) * (2 * features + made_ranks)

@@ -8,10 +8,6 @@ PROGRAMS = 132  # multiprocessors: persistent kernels run one program on each
 SHARED_MEMORY = 227 * 1024 - 1024  # bytes a program may use, less its barriers
 HALF_MEMORY = 113 * 1024 - 1024  # the same where two share a multiprocessor
 
-# Whether turned sums can be stored in memory without a swizzle: from JAX 0.12 on Mosaic finds no
-# layouts for it, and there are neither float32 results nor tiles of fewer than 64 features.
-STORES_WITHOUT_SWIZZLE = jax.__version_info__ < (0, 12)
-
 
 def runs_all_programs_at_once() -> bool:
     """Whether programs may wait for each other: each has a multiprocessor of its own.

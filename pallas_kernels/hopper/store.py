@@ -1,4 +1,4 @@
-"""Storing from shared memory: any number of rows, columns in whole lines."""
+"""Storing to shared memory, and from there: any number of rows, columns in whole lines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import functools
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def store_registers(target, values, *, swizzled: bool):
+    """Stores registers in shared memory, with bank conflicts where it has no swizzle.
+
+    From JAX 0.12 on Mosaic wants to be told that they are accepted.
+    """
+    if swizzled or not hasattr(plgpu, "store"):
+        target[...] = values
+    else:
+        plgpu.store(target, values, optimized=False)
 
 
 def store_rows(buffer, target, first_row, count, rows, *rest):

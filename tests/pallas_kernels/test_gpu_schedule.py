@@ -229,16 +229,6 @@ def test_few_features_are_spread_over_many_programs(width, made_ranks, features)
     assert gs.product_schedule(1, 1, width, contract=1).width == 64
 
 
-def test_without_stores_that_mosaic_no_longer_lowers(monkeypatch):
-    monkeypatch.setattr(gs, "STORES_WITHOUT_SWIZZLE", False)
-    assert gs.product_schedule(1, 1, 128).width == 64
-    monkeypatch.setattr(mosaic_gpu, "STORES_WITHOUT_SWIZZLE", False)
-    x, w = array(8, 128), array(1, 64, 128)
-    mosaic_gpu.check(x, w, (), (64,), None)
-    with pytest.raises(NotImplementedError, match="float32 results need jax before 0.12"):
-        mosaic_gpu.check(x, w, (), (64,), np.dtype(np.float32))
-
-
 def test_ranks_that_leave_no_room_for_few_features():
     assert gs.product_schedule(1, 1, 128, made_ranks=64).width == 64
 
