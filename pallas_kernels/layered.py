@@ -14,21 +14,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+LAYER_OPERANDS = 2
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layered:
-    """`stack[layer]`, without taking it.
+    """`stack[layer + offset]`, without taking it.
 
-    All that are given to one function together are of one layer: of the same number.
+    All that are given to one function together are of one layer: of the same number. Kernels may
+    read it while the kernel before still runs: neither the stack nor the number may come from that.
 
     Attributes:
       stack: `[layers, *shape]`.
-      layer: int32 scalar.
+      layer, offset: int32 scalars. Of several layers in one turn of a loop the first may be the
+        same: kernels add them, so that the number of each is not computed before.
     """
 
     stack: jax.Array
     layer: jax.Array | int
+    offset: jax.Array | int = 0
+
+    @property
+    def number(self) -> jax.Array | int:
+        return self.layer + self.offset
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +56,8 @@ class Layered:
 
     def reshape(self, *shape: int) -> Layered:
         """The part in another shape."""
-        return Layered(self.stack.reshape(self.stack.shape[0], *shape), self.layer)
+        stack = self.stack.reshape(self.stack.shape[0], *shape)
+        return dataclasses.replace(self, stack=stack)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> Layered | jax.Array:
         """The part itself where it has the dtype."""
@@ -59,10 +69,10 @@ class Layered:
         return jnp.asarray(self)[key]
 
     def __jax_array__(self) -> jax.Array:
-        return lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+        return lax.dynamic_index_in_dim(self.stack, self.number, keepdims=False)
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return np.asarray(self.stack[self.layer], dtype)
+        return np.asarray(self.stack[self.number], dtype)
 
 
 def is_layered(value) -> bool:
@@ -82,18 +92,25 @@ def layer_of(*arrays) -> jax.Array | None:
     Raises:
       ValueError: they are of different layers, as far as the numbers are known.
     """
-    layers = [array.layer for array in arrays if is_layered(array)]
+    operands = layer_operands(*arrays)
+    return sum(operands) if operands else None
+
+
+def layer_operands(*arrays) -> tuple[jax.Array, ...]:
+    """The same for a kernel that adds itself, see `number_of`: two int32 [1], or nothing."""
+    layers = [array for array in arrays if is_layered(array)]
     if not layers:
-        return None
-    known = {layer for layer in layers if isinstance(layer, int)}
+        return ()
+    known = {its.number for its in layers if isinstance(its.number, int)}
     if len(known) > 1:
         raise ValueError(f"arrays of one call must be of one layer, got those of {sorted(known)}")
-    return jnp.asarray(layers[0], jnp.int32).reshape(1)
+    first = layers[0]
+    return tuple(jnp.asarray(its, jnp.int32).reshape(1) for its in (first.layer, first.offset))
 
 
 def number_of(layer):
-    """The number in a kernel's reference to what `layer_of` gave; 0 for None."""
-    return jnp.int32(0) if layer is None else layer[0]
+    """The number in a kernel's references to `layer_operands`; 0 where there are none."""
+    return sum((its[0] for its in layer), start=jnp.int32(0))
 
 
 def as_stack(array) -> jax.Array:

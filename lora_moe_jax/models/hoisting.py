@@ -40,27 +40,46 @@ class _Step(NamedTuple):
 
 
 def hoisted_loop(count: int, turn: Callable, carry):
-    """`lax.scan` of turn(i, carry) -> carry, result for i from 0 to count - 1.
+    """`lax.scan` of turn(first, place, carry) -> carry, result for first + place from 0 to
+    count - 1.
 
-    Not differentiable, as functions' own gradients are lost.
+    `first` is the same for several turns, which are written out: who can do with it and the place,
+    a constant, needs no kernel for each sum. Not differentiable, as functions' own gradients are
+    lost.
     """
-    index = jnp.int32(0)
-    closed, shape = jax.make_jaxpr(turn, return_shape=True)(index, carry)
+    first = jnp.int32(0)
+    closed, shape = jax.make_jaxpr(turn, return_shape=True)(first, first, carry)
     inputs = [_Value() for _ in closed.jaxpr.invars]
     steps: list[_Step] = []
     outputs = _flatten(closed, inputs, steps)
     tree = jax.tree.structure(shape)
 
-    def body(state, _):
+    @jax.jit  # lowered once for all turns that are written out
+    def run(*state):
         values = dict(zip(inputs, jax.tree.leaves(state), strict=True))
         for step in steps:
             found = _evaluate(step.eqn, [_read(values, its) for its in step.inputs])
             values.update(zip(step.outputs, found, strict=True))
-        carry, result = jax.tree.unflatten(tree, [_read(values, its) for its in outputs])
-        return (state[0] + 1, carry), result
+        return jax.tree.unflatten(tree, [_read(values, its) for its in outputs])
 
-    # As a function of its own it is lowered once for all turns that are written out.
-    (_, carry), results = lax.scan(jax.jit(body), (index, carry), length=count, unroll=UNROLLED)
+    def some(first, carry, turns: int):
+        results = []
+        for place in range(turns):
+            carry, result = run(first, jnp.int32(place), carry)
+            results.append(result)
+        return carry, jax.tree.map(lambda *its: jnp.stack(its), *results)
+
+    def body(state, _):
+        first, carry = state
+        carry, results = some(first, carry, UNROLLED)
+        return (first + UNROLLED, carry), results
+
+    times, rest = divmod(count, UNROLLED)
+    (first, carry), results = lax.scan(body, (first, carry), length=times)
+    results = jax.tree.map(lambda its: its.reshape(times * UNROLLED, *its.shape[2:]), results)
+    if rest:
+        carry, last = some(first, carry, rest)
+        results = jax.tree.map(lambda *its: jnp.concatenate(its), results, last)
     return carry, results
 
 

@@ -26,7 +26,7 @@ def loops(layers: Sequence[nnx.Module], of: type[nnx.Variable] = nnx.Variable) -
 
     def key(number: int):
         leaves = jax.tree.leaves(nnx.state(layers[number], of), is_leaf=is_layered)
-        parts = {leaf.layer if is_layered(leaf) else None for leaf in leaves}
+        parts = {leaf.number if is_layered(leaf) else None for leaf in leaves}
         if len(parts) > 1 or not isinstance(*parts, int):
             return number
         (part,) = parts
@@ -44,12 +44,11 @@ def loop(layers: Sequence[nnx.Module], run: range, call: Callable, carry):
     """
     graph, state = nnx.split(layers[run.start])
     first, tree = jax.tree.flatten(state, is_leaf=is_layered)
-    begin = first[0].layer
+    begin = first[0].number
 
-    def turn(i, carry):
-        number = begin + i
-        parts = [Layered(leaf.stack, number) for leaf in first]
+    def turn(number, place, carry):
+        parts = [Layered(leaf.stack, number, begin + place) for leaf in first]
         layer = nnx.merge(graph, jax.tree.unflatten(tree, parts))
-        return call(run.start + i, layer, carry)
+        return call(run.start + number + place, layer, carry)
 
     return hoisted_loop(len(run), turn, carry)

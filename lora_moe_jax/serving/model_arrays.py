@@ -72,7 +72,7 @@ class ModelArrays:
         """Puts the leaves' arrays into `base`, each once, and says where each leaf is."""
         places, numbers = [], {}
         for leaf, its in zip(leaves, axes, strict=True):
-            layer, array = (leaf.layer, leaf.stack) if is_layered(leaf) else (None, leaf)
+            layer, array = (leaf.number, leaf.stack) if is_layered(leaf) else (None, leaf)
             if id(array) not in numbers:
                 numbers[id(array)] = len(self.base)
                 self.base.append(array)

@@ -34,9 +34,10 @@ from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
 from pallas_kernels.hopper.arrivals import Arrivals
+from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
-from pallas_kernels.layered import layer_of, number_of
+from pallas_kernels.layered import LAYER_OPERANDS, layer_operands, number_of
 
 COMMON = "x_stage", "w_stage", "empty", "own_u"  # what the products have in turns
 
@@ -97,8 +98,7 @@ def experts_kernel(
         for layout, product in zip(layouts, (into, out), strict=True)
     )
     of_adapters = into.terms.of_adapters + out.terms.of_adapters if into.terms else ()
-    layer = layer_of(into.w, out.w, *of_adapters)
-    layers = () if layer is None else (layer,)
+    layers = layer_operands(into.w, out.w, *of_adapters)
     rows = (tables.place, tables.run_end) if into.terms else (tables.place,)
     word = () if interpreted else (tables.arrivals,)
     _, y = kernel(*layers, *word, *rows, x, *itertools.chain(*operands))
@@ -116,8 +116,9 @@ def _scratch(layouts: tuple[ProductLayout, ProductLayout]):
 
 def _body(layouts: tuple[ProductLayout, ProductLayout], *refs, into, out, made=None, **common):
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    wait_for_kernels_before(layouts[0].rows)
     refs, first = list(refs), layouts[0]
-    layer = refs.pop(0) if first.layered else None
+    layer = [refs.pop(0) for _ in range(LAYER_OPERANDS * first.layered)]
     word = None if first.interpreted else refs.pop(0)
     rows = refs.pop(0), refs.pop(0) if first.terms else None
     y, h = refs.pop(), refs.pop()
@@ -157,7 +158,7 @@ class _Phase:
     """One of the products, in a program.
 
     Args:
-      layer: a reference to its number, or None.
+      layer: references to its number, see `number_of`.
       rows: the place and run end of each. arrays: x and y. operands: W and what adapters have.
       own, common: the memory of this product alone, and of both.
     """

@@ -52,9 +52,10 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
+from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
-from pallas_kernels.layered import layer_of, merged, number_of
+from pallas_kernels.layered import LAYER_OPERANDS, layer_operands, merged, number_of
 
 
 class Terms(NamedTuple):
@@ -130,8 +131,7 @@ def product_kernel(
     if terms is not None:
         rows = tables.place, tables.run_end, *layout.distinct_u(terms)
         of_adapters = terms.of_adapters
-    layer = layer_of(w, *of_adapters)
-    layers = () if layer is None else (layer,)
+    layers = layer_operands(w, *of_adapters)
     w, *factors = operands_of(layout, w, terms)
     tiles = (tables.place,) if tables.rows_alone else tables.tiles or ()
     y, *_ = kernel(*layers, *tiles, x, w, *rows, *factors)
@@ -167,9 +167,11 @@ def _body(
 ):
     s = layout.schedule
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    layer_ref = None
-    if layout.layered:
-        layer_ref, *refs = refs
+    wait = functools.partial(wait_for_kernels_before, layout.rows)
+    if not layout.early:
+        wait()
+    count = LAYER_OPERANDS * layout.layered
+    layer_refs, refs = refs[:count], refs[count:]
     words = None
     if layout.equal:
         count = equal_tiles(layout.rows, layout.groups, s.heights[-1], s.together)
@@ -200,7 +202,7 @@ def _body(
     if layout.beside:
         shrink |= zip(("x_views", "a_views"), stages.of_shrink, strict=True)
         rows = x, places, run_ends, made
-        layer = number_of(layer_ref)
+        layer = number_of(layer_refs)
         beside = ShrinkBeside(layout.beside, program, layer, rows, lora.a, lora.scalings, shrink)
 
     def set_registers(action, count):
@@ -211,8 +213,9 @@ def _body(
     def _memory():
         set_registers("decrease", 56 if layout.in_place else 40)
         # On their way together: what either is needed for waits for it alone.
-        first, layer = feed.read(0), number_of(layer_ref)
-        memory = ProductMemory(feed, stages, x, w, lora, layer, beside=beside)
+        first, layer = feed.read(0, placed=not layout.early), number_of(layer_refs)
+        early = dict(wait_for_x=wait, early=True) if layout.early else {}
+        memory = ProductMemory(feed, stages, x, w, lora, layer, beside=beside, **early)
         judge = functools.partial(is_spoiled, health, judged)
         tiles, steps = memory.load_tiles(first, judge, jnp.int32(0))
         drain(stages.empty, steps, s.stages)
@@ -221,10 +224,12 @@ def _body(
 
     @pl.when(warpgroup < s.consumers)
     def _compute():
+        if layout.early:
+            wait()
         # What the other warpgroup has given back of the 168 that each begins with.
         set_registers("increase", 224 if layout.in_place else 232)
         in_place = InPlace(feed, stages, health, judged, warpgroup) if layout.in_place else None
-        layer = number_of(layer_ref)
+        layer = number_of(layer_refs)
         consumer = ProductConsumer(feed, stages, lora, layer, out, y, warpgroup, in_place)
 
         consumer.compute_tiles(in_place and in_place.judge, jnp.int32(0))
@@ -232,5 +237,11 @@ def _body(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     if beside:
-        pl.when(warpgroup == s.consumers)(beside.load)
+
+        @pl.when(warpgroup == s.consumers)
+        def _load():
+            if layout.early:
+                wait()  # a program without tiles has not
+            beside.load()
+
         pl.when(warpgroup == 0)(beside.compute)

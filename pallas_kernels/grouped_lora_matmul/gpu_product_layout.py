@@ -22,6 +22,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     words_of_rows,
     words_of_tile,
 )
+from pallas_kernels.hopper.dependent_launch import begins_early
 from pallas_kernels.hopper.memory import overlaid, two_views, views_of
 from pallas_kernels.layered import is_layered, merged
 
@@ -206,6 +207,15 @@ class ProductLayout:
             if self.interpreted:
                 scratch["kept_u"] = plgpu.SMEM((s.consumers, *u_shape), self.dtype)
         return scratch
+
+    @property
+    def early(self) -> bool:
+        """Whether W is loaded while the kernel before still runs.
+
+        That of many layers, which no kernel of a model writes, in tiles that no table names.
+        """
+        many_layers = self.equal and self.groups_of_layer > 0 and not self.in_place
+        return many_layers and begins_early(self.rows)
 
     @property
     def in_place(self) -> bool:

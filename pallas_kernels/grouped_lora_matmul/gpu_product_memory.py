@@ -24,7 +24,8 @@ class ProductMemory:
     Args:
       layer: of W and of adapters' arrays that have those of many layers.
       beside: what makes u, where that is not there yet.
-      wait_for_x: waits until there is x, if there is none when the kernel starts.
+      wait_for_x: waits until there is x, if there is none when this warpgroup starts.
+      early: whether rows' places and runs are not there before x either.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class ProductMemory:
         *,
         beside: ShrinkBeside | None = None,
         wait_for_x: Callable[[], None] | None = None,
+        early: bool = False,
     ):
         self.layout, self.schedule = feed.layout, feed.schedule
         self.feed, self.stages, self.x, self.w = feed, stages, x, w
         self.lora, self.layer = lora, layer
-        self.beside, self.wait_for_x = beside, wait_for_x
+        self.beside, self.wait_for_x, self.early = beside, wait_for_x, early
         self.first_group = layer * self.layout.groups_of_layer
         self.first_slots = [layer * count for count in self.layout.slots_of_layer]
 
@@ -57,15 +59,17 @@ class ProductMemory:
             # A carried number's divisors are forgotten.
             tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
             # Read now, needed after this tile.
-            following = self.feed.read(i + 1)
-            self.feed.load(tile, i)
-            step, is_mixed = self.load_tile(tile, again, step, i == 0)
+            following = self.feed.read(i + 1, placed=not self.early)
+            load_words = functools.partial(self.feed.load, tile, i)
+            if not self.early:
+                load_words()
+            step, is_mixed = self.load_tile(tile, again, step, i == 0, load_words)
             return (following, step), is_mixed
 
         tiles, (_, step) = for_tiles(self.layout, self.feed.count, load, judge, (first, step))
         return tiles, step
 
-    def load_tile(self, tile: Tile, by_run, step, is_first):
+    def load_tile(self, tile: Tile, by_run, step, is_first, load_words):
         """Loads a tile, or each of its runs as a tile of its own.
 
         Returns the next step, and whether the tile has several runs.
@@ -75,18 +79,25 @@ class ProductMemory:
             load = functools.partial(self.load_part, wait=~by_run)
             step = self.feed.for_parts(tile, by_run, load, step)
         else:
-            step = self.load_part(tile, step, is_first=is_first)
+            step = self.load_part(tile, step, is_first=is_first, load_words=load_words)
         is_mixed = self.feed.is_mixed(tile)
         if self.layout.terms:
             # All its warps have read the words before a copy of its own replaces them.
             plgpu.commit_smem()
         return step, is_mixed
 
-    def load_part(self, tile: Tile, step, wait=True, is_first=False):
-        """Loads a tile or a part of it, whose words are waited for when they are needed."""
-        row_slot = slot_of(tile.place) if self.layout.inner else None
-        load_x = functools.partial(self.load_x, tile)
-        load_weights = functools.partial(self.load_weights, tile, row_slot)
+    def load_part(self, tile: Tile, step, wait=True, is_first=False, load_words=None):
+        """Loads a tile or a part of it, whose words are waited for when they are needed.
+
+        Args:
+          load_words: brings them, if that has not been done.
+        """
+        load_x, load_w = (functools.partial(its, tile) for its in (self.load_x, self.load_w))
+
+        def load_a(tile):
+            if not self.layout.inner:
+                return ()
+            return (functools.partial(self.load_a, tile, slot_of(tile.place)),)
 
         def k_loop(height, first_step):
             def load_steps(*loads, begin, end, acquire=True):
@@ -124,14 +135,23 @@ class ProductMemory:
                     # has seen, and later all wait together.
                     for_steps(load_own)
 
-            begin = jnp.int32(0)
-            if self.wait_for_x:
-                # Until there is x, all W that stages have room for.
-                begin = jnp.where(is_first, jnp.minimum(tile.k_steps, self.schedule.stages), 0)
-                load_steps(load_weights, begin=0, end=begin)
+            if self.wait_for_x is None:
+                load_steps(load_w, *load_a(tile), load_x, begin=0, end=tile.k_steps)
+                return first_step + tile.k_steps
+            # Until there is x, all W that stages have room for.
+            begin = jnp.where(is_first, jnp.minimum(tile.k_steps, self.schedule.stages), 0)
+            if self.early:
+                load_steps(load_w, begin=0, end=begin)
+                pl.when(is_first)(self.wait_for_x)
+                load_words()
+                its_a = load_a(self.feed.placed(tile))
+                load_steps(load_x, *its_a, begin=0, end=begin, acquire=False)
+            else:
+                its_a = load_a(tile)
+                load_steps(load_w, *its_a, begin=0, end=begin)
                 pl.when(is_first)(self.wait_for_x)
                 load_steps(load_x, begin=0, end=begin, acquire=False)
-            load_steps(load_weights, load_x, begin=begin, end=tile.k_steps)
+            load_steps(load_w, *its_a, load_x, begin=begin, end=tile.k_steps)
             return first_step + tile.k_steps
 
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)
@@ -167,16 +187,10 @@ class ProductMemory:
             self.stages.full.at[stage],
         )
 
-    def load_weights(self, tile, row_slot, height, k, step, block):
-        """A block of W, and of A where u is made here."""
+    def load_a(self, tile, slot, height, k, step, block):
+        """A for the rows of a block after W's. Of a row without an adapter nobody uses them."""
         del height
         stage, column = self.stages.stage_of(step), (k * self.schedule.depth + block) * K_STEP
-        self.load_w(tile, column, stage, block)
-        if self.layout.inner:
-            self.load_a(tile, row_slot, column, stage, block)
-
-    def load_a(self, tile, slot, column, stage, block):
-        """A for the rows of a block after W's. Of a row without an adapter nobody uses them."""
         inner, barrier = self.layout.inner, self.stages.full.at[stage]
 
         @pl.when(slot >= 0)
@@ -189,10 +203,13 @@ class ProductMemory:
             for _ in range(inner.copies):
                 plgpu.barrier_arrive(barrier)
 
-    def load_w(self, tile, column, stage, part_of_stage):
+    def load_w(self, tile, height, k, step, block):
+        """A block of W."""
+        del height
+        stage, column = self.stages.stage_of(step), (k * self.schedule.depth + block) * K_STEP
         layout, features = self.layout, self.schedule.features
         columns = pl.ds(column, K_STEP)
-        w_load = self.stages.w_load.at[stage, part_of_stage]
+        w_load = self.stages.w_load.at[stage, block]
         barrier = self.stages.full.at[stage]
 
         def source(part, feature, count):

@@ -28,9 +28,10 @@ from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, group_of, slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import SHRINK_STEPS, ShrinkSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, Span
+from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.memory import from_first, views_of
 from pallas_kernels.hopper.store import store_rows
-from pallas_kernels.layered import layer_of, merged, number_of
+from pallas_kernels.layered import LAYER_OPERANDS, layer_operands, merged, number_of
 
 
 @functools.partial(
@@ -90,8 +91,7 @@ def shrink_kernel(
         ),
         kernel_name=layout.name(),
     )
-    layer = layer_of(*factors, *scalings)
-    layers = () if layer is None else (layer,)
+    layers = layer_operands(*factors, *scalings)
     u = kernel(
         *layers,
         x,
@@ -114,10 +114,10 @@ class _Run(NamedTuple):
 
 
 def _body(layout: ShrinkLayout, *refs, **scratch):
+    wait_for_kernels_before(layout.rows)
     s, terms = layout.schedule, layout.terms
-    layer_ref = None
-    if layout.layered:
-        layer_ref, *refs = refs
+    count = LAYER_OPERANDS * layout.layered
+    layer_refs, refs = refs[:count], refs[count:]
     x, place, run_end, piece_count, piece_row, *refs = refs
     factors, scalings, u = refs[:terms], refs[terms : 2 * terms], refs[-1]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -130,7 +130,7 @@ def _body(layout: ShrinkLayout, *refs, **scratch):
 
     def kernel():
         # Each role reads the layer's number, beside the first run's place: not one after the other.
-        layer = number_of(layer_ref)
+        layer = number_of(layer_refs)
         return Shrinker(layout, layer, x, factors, scalings, u, **views, **scratch)
 
     if s.block is None:

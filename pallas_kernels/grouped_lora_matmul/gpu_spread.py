@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
 
 WIDEST = 128  # elements of a line of a row: a copy's box may not be wider than 256,
@@ -45,6 +46,7 @@ def spread_rows(x, position):
 
     def body(x, position, y, *, stage_of_row, full):
         program = lax.axis_index("program")
+        wait_for_kernels_before(rows)
         mine = lax.div(tokens - program + (programs - 1), jnp.int32(programs))
 
         def load(i):

@@ -86,8 +86,12 @@ class TileFeed:
         slot = lax.rem(i, jnp.int32(TILES))
         return Tile(slot, group, row, rows, k_steps, feature, jnp.int32(0), place)
 
-    def read(self, i) -> Tile:
-        """From the table; the words past its end are read, early, but nothing uses them."""
+    def read(self, i, placed: bool = True) -> Tile:
+        """From the table; the words past its end are read, early, but nothing uses them.
+
+        Args:
+          placed: False for tiles of equal groups whose place is read later, see `placed`.
+        """
         (tile, slice_of), place = self.number(i), None
         if self.layout.equal:
             words = self.equal_tile(tile)
@@ -99,9 +103,14 @@ class TileFeed:
         else:
             tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
             words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
-        if self.layout.inner and place is None:
-            place = self.places[jnp.minimum(words[0], self.layout.rows - 1)]
-        return self.tile_of(jnp.int32(i), words, slice_of, place)
+        tile = self.tile_of(jnp.int32(i), words, slice_of, place)
+        return self.placed(tile) if placed and place is None else tile
+
+    def placed(self, tile: Tile) -> Tile:
+        """With the place of its first row, where u is made."""
+        if not self.layout.inner:
+            return tile
+        return tile._replace(place=self.places[jnp.minimum(tile.row, self.layout.rows - 1)])
 
     def load(self, tile: Tile, i):
         """Brings a tile's words, and those of its rows, to the consumers, if they need any."""

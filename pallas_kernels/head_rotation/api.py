@@ -11,10 +11,14 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.head_rotation import differentiable, xla
-from pallas_kernels.implementation import check_known, implementation_module
+from pallas_kernels.implementation import (
+    check_known,
+    implementation_module,
+    platform_implementation,
+)
 from pallas_kernels.paged_attention.api import PageView
 
-IMPLEMENTATIONS = ("xla", "triton")
+IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
 
 
 def rotate_and_cache(
@@ -39,7 +43,8 @@ def rotate_and_cache(
       q_weight, k_weight: of the RMS norm over each head, see `rms_norm`; a `Layered` one has no
         gradient.
       cos, sin: float32, of the angle of each pair of features (j, j + D / 2).
-      implementation: "xla" or "triton" (GPUs, D a power of two); None takes what serves the
+      implementation: "xla", "triton" (GPUs, D a power of two) or "mosaic_gpu" (Hopper, up to 64
+        heads in all, of bfloat16 and D = 128; the gradient is Triton's); None takes what serves the
         platform and the shapes best. Their bits differ; a token's depend on that token alone.
 
     Returns:
@@ -50,7 +55,7 @@ def rotate_and_cache(
       NotImplementedError: an implementation that does not exist or cannot serve these shapes.
     """
     return differentiable.rotate_and_cache(
-        _backend(implementation, heads), eps,
+        _backend(implementation, heads, k_pages, v_pages), eps,
         heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view,
     )  # fmt: skip
 
@@ -64,10 +69,18 @@ def rotate(
     return xla.rotate(x, cos, sin)
 
 
-def _backend(implementation: str | None, heads) -> ModuleType:
+def _backend(implementation: str | None, heads, k_pages, v_pages) -> ModuleType:
     check_known(implementation, IMPLEMENTATIONS)
     if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
         return xla
+    if (implementation or platform_implementation()) == "mosaic_gpu":
+        backend = implementation_module("pallas_kernels.head_rotation", "mosaic_gpu")
+        try:
+            backend.check(heads, k_pages, v_pages)
+            return backend
+        except NotImplementedError:
+            if implementation is not None:
+                raise
     width = heads.shape[2]
     if width & (width - 1):
         if implementation is not None:

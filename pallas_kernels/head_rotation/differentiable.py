@@ -1,7 +1,8 @@
 """`rotate_and_cache` and its gradients, over any backend.
 
-A backend is a module (`xla`, `triton`) with two functions, neither differentiable by itself:
-`rotate_and_cache`, and `head_gradients`, the gradient of the heads from those of its results.
+A backend is a module (`xla`, `triton`, `mosaic_gpu`) with two functions, neither differentiable by
+itself: `rotate_and_cache`, and `head_gradients`, the gradient of the heads from those of its
+results.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ MOST_HEADS = 8  # query heads of a program
 def rotate_and_cache(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps):
     tokens, count, width = heads.shape
     q_heads = count - 2 * k_pages.shape[2]
-    layer, weights = _weights(heads, q_weight, k_weight)
+    weights = stacked_weights(heads, q_weight, k_weight)
+    layer, weights = layer_of(*weights), [its.stack for its in weights]
     part = min(MOST_HEADS, q_heads & -q_heads)  # blocks are powers of two
     call = pl.pallas_call(
         functools.partial(_kernel, part, eps),
@@ -42,7 +43,8 @@ def rotate_and_cache(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view
 
 
 def head_gradients(heads, q_weight, k_weight, cos, sin, dq, dk_pages, dv_pages, view, eps):
-    layer, weights = _weights(heads, q_weight, k_weight)
+    weights = stacked_weights(heads, q_weight, k_weight)
+    layer, weights = layer_of(*weights), [its.stack for its in weights]
     call = pl.pallas_call(
         functools.partial(_gradient_kernel, eps),
         out_shape=jax.ShapeDtypeStruct(heads.shape, heads.dtype),
@@ -54,12 +56,12 @@ def head_gradients(heads, q_weight, k_weight, cos, sin, dq, dk_pages, dv_pages, 
     return call(layer, heads, *weights, cos, sin, *view, dq, dk_pages, dv_pages)
 
 
-def _weights(heads, *weights):
-    """Where both are, and arrays [layers, width]: a weight alone is that of a layer of one."""
+def stacked_weights(heads, *weights):
+    """Each as `Layered`, in the heads' dtype: a weight alone is that of a layer of one."""
     weights = [its.astype(heads.dtype) for its in weights]
-    if not all(map(is_layered, weights)):
-        weights = [Layered(jnp.asarray(its)[None], 0) for its in weights]
-    return layer_of(*weights), [its.stack for its in weights]
+    if all(map(is_layered, weights)):
+        return weights
+    return [Layered(jnp.asarray(its)[None], 0) for its in weights]
 
 
 class _Inputs(NamedTuple):

@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import drain, overlaid, two_views
 from pallas_kernels.hopper.store import whole_lines
@@ -158,6 +159,7 @@ def _body(
 ):
     caches, results = refs[:cache_count], refs[cache_count:]
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    wait_for_kernels_before(sizes.tokens)
     units = count[0] * sizes.parts
     mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
     loader = Loader(sizes, page_tables, caches, *(scratch[x] for x in ("stages", "full", "empty")))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.paged_attention.gpu_sizes import ROWS, Sizes
 
 AHEAD = 16  # splits that are loaded together: each load takes longer than a join
@@ -75,6 +76,7 @@ def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals):
 def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, totals, y):
     s, columns = sizes, y.shape[-1]
     token, head = lax.axis_index("token"), lax.axis_index("head")
+    wait_for_kernels_before(sizes.tokens)
     part, member = lax.div(head, jnp.int32(s.group)), lax.rem(head, jnp.int32(s.group))
     first, position = first_of_tile[token], positions[token]
     inside = (token - first) * s.group + member

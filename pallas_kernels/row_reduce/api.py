@@ -12,10 +12,14 @@ from types import ModuleType
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.implementation import check_known, implementation_module
+from pallas_kernels.implementation import (
+    check_known,
+    implementation_module,
+    platform_implementation,
+)
 from pallas_kernels.row_reduce import differentiable
 
-IMPLEMENTATIONS = ("xla", "triton")
+IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
 
 
 def row_sum(
@@ -24,11 +28,11 @@ def row_sum(
     """Sum over the last axis, kept as an axis of size 1.
 
     Args:
-      implementation: "xla" or "triton" (GPUs); None takes what serves the platform best. Their bits
-        differ.
+      implementation: "xla", "triton" (GPUs) or "mosaic_gpu" (Hopper GPUs), whose norms alone differ
+        from those of "triton"; None takes what serves the platform best. Their bits differ.
 
     Raises:
-      NotImplementedError: there is no such implementation.
+      NotImplementedError: there is no such implementation, or it cannot serve these shapes.
     """
     rows = x.reshape(-1, x.shape[-1])
     return differentiable.row_sum(_backend(implementation), rows).reshape(*x.shape[:-1], 1)
@@ -47,7 +51,8 @@ def rms_norm(
     """
     rows = x.reshape(-1, x.shape[-1])
     weight = weight.astype(x.dtype)
-    return differentiable.rms_norm(_backend(implementation), eps, rows, weight).reshape(x.shape)
+    backend = _backend_of_norms(implementation, rows)
+    return differentiable.rms_norm(backend, eps, rows, weight).reshape(x.shape)
 
 
 def add_norm(
@@ -62,9 +67,10 @@ def add_norm(
 
     Args and errors: see `row_sum`.
     """
-    rows = (its.reshape(-1, x.shape[-1]) for its in (x, more))
+    rows, more = (its.reshape(-1, x.shape[-1]) for its in (x, more))
     weight = weight.astype(x.dtype)
-    found = differentiable.add_norm(_backend(implementation), eps, *rows, weight)
+    backend = _backend_of_norms(implementation, rows)
+    found = differentiable.add_norm(backend, eps, rows, more, weight)
     return tuple(its.reshape(x.shape) for its in found)
 
 
@@ -82,3 +88,19 @@ def _backend(implementation: str | None) -> ModuleType:
     check_known(implementation, IMPLEMENTATIONS)
     platform = "triton" if jax.default_backend() == "gpu" else "xla"
     return implementation_module("pallas_kernels.row_reduce", implementation or platform)
+
+
+def _backend_of_norms(implementation: str | None, rows) -> ModuleType:
+    """One that serves rows [rows, features]: Hopper's kernels are for some numbers of features."""
+    best = implementation
+    if implementation is None and platform_implementation() == "mosaic_gpu":
+        best = "mosaic_gpu"
+    backend = _backend(best)
+    if best == "mosaic_gpu":
+        try:
+            backend.check(rows)
+        except NotImplementedError:
+            if implementation is not None:
+                raise
+            return _backend(None)
+    return backend

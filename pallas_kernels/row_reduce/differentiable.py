@@ -1,6 +1,7 @@
 """The row reductions of any backend with their gradients.
 
-A backend is a module (`xla`, `triton`) with `row_sum`, `rms_norm`, `add_norm`, `log_sum_exp`, and
+A backend is a module (`xla`, `triton`, `mosaic_gpu`) with `row_sum`, `rms_norm`, `add_norm`,
+`log_sum_exp`, and
 
     norm_gradient(x, weight, dy, eps, more=None)
         The gradient of x [rows, features] from that of it normed, in x's dtype; plus more.

@@ -5,17 +5,22 @@ Letters: T tokens, E experts, k choices.
 
 from __future__ import annotations
 
+import contextlib
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.implementation import check_known, implementation_module
+from pallas_kernels.implementation import (
+    check_known,
+    implementation_module,
+    platform_implementation,
+)
 from pallas_kernels.top_experts import differentiable, xla
 from pallas_kernels.top_experts.xla import Scoring
 
-IMPLEMENTATIONS = ("xla", "triton")
+IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
 
 
 def top_experts(
@@ -34,21 +39,32 @@ def top_experts(
     Args:
       logits: of any floating type; what is made of them is float32.
       bias: float32, added to the scores that are compared, not to those that count.
-      implementation: "xla" or "triton" (GPUs); None takes what serves the platform best. Their bits
-        differ.
+      implementation: "xla", "triton" (GPUs) or "mosaic_gpu" (Hopper GPUs, some numbers of experts);
+        None takes what serves the platform best. Their bits differ.
 
     Returns:
       int32 [T, k] and float32 [T, k].
 
     Raises:
-      NotImplementedError: there is no such implementation.
+      NotImplementedError: there is no such implementation, or it cannot serve these shapes.
     """
     bias = None if bias is None else jnp.asarray(bias)
-    return differentiable.top_experts(_backend(implementation), top_k, scoring, logits, bias)
+    backend = _backend(implementation, logits, top_k)
+    return differentiable.top_experts(backend, top_k, scoring, logits, bias)
 
 
-def _backend(implementation: str | None) -> ModuleType:
+def _backend(implementation: str | None, logits, top_k: int) -> ModuleType:
+    """One that serves logits [T, E]; one that was asked for by name says if it cannot."""
     check_known(implementation, IMPLEMENTATIONS)
-    platform = "triton" if jax.default_backend() == "gpu" else "xla"
-    name = implementation or platform
+    if implementation is not None:
+        return _module(implementation)
+    if platform_implementation() == "mosaic_gpu":
+        backend = _module("mosaic_gpu")
+        with contextlib.suppress(NotImplementedError):
+            backend.check(logits, top_k)
+            return backend
+    return _module("triton" if jax.default_backend() == "gpu" else "xla")
+
+
+def _module(name: str) -> ModuleType:
     return xla if name == "xla" else implementation_module("pallas_kernels.top_experts", name)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from lora_moe_jax.models.hoisting import hoisted_loop
+from lora_moe_jax.models.hoisting import UNROLLED, hoisted_loop
 
 
 @jax.custom_vjp
@@ -23,8 +25,8 @@ table = jax.jit(lambda tokens: jnp.sin(tokens.astype(jnp.float32)))
 def turn(tokens):
     """Of a carry of two arrays; the sine of the tokens is in a function of its own."""
 
-    def one(i, carry):
-        x, y = carry
+    def one(first, place, carry):
+        i, (x, y) = first + place, carry
         x = x + doubled(table(tokens)) + jnp.zeros(3) + i
         y = lax.cond(i > 1, jnp.cos, lambda y: y, y) * jnp.cumsum(tokens)
         return (x, y), jnp.flip(x)
@@ -32,14 +34,14 @@ def turn(tokens):
     return one
 
 
-def looped(tokens, carry):
-    return hoisted_loop(4, turn(tokens), carry)
+def looped(tokens, carry, count=2 * UNROLLED):
+    return hoisted_loop(count, turn(tokens), carry)
 
 
-def written_out(tokens, carry):
+def written_out(tokens, carry, count):
     results = []
-    for i in range(4):
-        carry, result = turn(tokens)(jnp.int32(i), carry)
+    for i in range(count):
+        carry, result = turn(tokens)(jnp.int32(0), jnp.int32(i), carry)
         results.append(result)
     return carry, jnp.stack(results)
 
@@ -47,9 +49,11 @@ def written_out(tokens, carry):
 TOKENS, CARRY = jnp.arange(3), (jnp.ones(3), jnp.full(3, 0.5))
 
 
+@pytest.mark.parametrize("count", [1, UNROLLED, 2 * UNROLLED + 1])
 @pytest.mark.parametrize("wrap", [jax.jit, lambda function: function])
-def test_computes_what_the_turns_written_out_do(wrap):
-    found, wanted = wrap(looped)(TOKENS, CARRY), written_out(TOKENS, CARRY)
+def test_computes_what_the_turns_written_out_do(wrap, count):
+    found = wrap(functools.partial(looped, count=count))(TOKENS, CARRY)
+    wanted = written_out(TOKENS, CARRY, count)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
@@ -58,8 +62,10 @@ def test_what_no_turn_changes_is_before_the_loop():
     jaxpr = jax.make_jaxpr(looped)(TOKENS, CARRY).jaxpr
     (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     outside = {eqn.primitive.name for eqn in jaxpr.eqns}
-    (turn,) = loop.params["jaxpr"].jaxpr.eqns  # a function, which is lowered once
-    inside = {eqn.primitive.name for eqn in turn.params["jaxpr"].jaxpr.eqns}
+    turns = [eqn for eqn in loop.params["jaxpr"].jaxpr.eqns if eqn.primitive.name == "jit"]
+    functions = {id(eqn.params["jaxpr"].jaxpr) for eqn in turns}
+    assert len(turns) == UNROLLED and len(functions) == 1  # which is lowered once
+    inside = {eqn.primitive.name for eqn in turns[0].params["jaxpr"].jaxpr.eqns}
     assert {"sin", "cumsum", "convert_element_type"} <= outside
     assert {"cond", "add", "rev"} <= inside and not {"sin", "cumsum"} & inside
     # A constant is made where it is used, not read from memory.
@@ -68,8 +74,8 @@ def test_what_no_turn_changes_is_before_the_loop():
 
 def test_a_loop_within_a_loop():
     def outer(tokens):
-        def one(i, x):
-            (x, _), _ = hoisted_loop(2, turn(tokens + i), (x, x))
+        def one(first, place, x):
+            (x, _), _ = hoisted_loop(2, turn(tokens + first + place), (x, x))
             return x, None
 
         return hoisted_loop(2, one, jnp.ones(3))[0]
@@ -78,6 +84,6 @@ def test_a_loop_within_a_loop():
     for i in range(2):
         carry = wanted, wanted
         for j in range(2):
-            carry, _ = turn(TOKENS + i)(jnp.int32(j), carry)
+            carry, _ = turn(TOKENS + i)(jnp.int32(0), jnp.int32(j), carry)
         wanted = carry[0]
     np.testing.assert_allclose(jax.jit(outer)(TOKENS), wanted, rtol=1e-6)

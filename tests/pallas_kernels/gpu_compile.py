@@ -35,7 +35,16 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import PageView, paged_attention, paged_latent_attention
+    from pallas_kernels import (
+        PageView,
+        Scoring,
+        add_norm,
+        paged_attention,
+        paged_latent_attention,
+        rms_norm,
+        rotate_and_cache,
+        top_experts,
+    )
     from pallas_kernels.grouped_lora_matmul import mosaic_gpu
     from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
     from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
@@ -43,6 +52,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
     from pallas_kernels.grouped_lora_matmul.gpu_spread import spread_rows
     from pallas_kernels.grouped_lora_matmul.lora import Lora, terms_of_part, terms_of_parts
+    from pallas_kernels.layered import Layered
     from pallas_kernels.paged_attention.gpu_gradient_units import (
         TILE,
         WORDS,
@@ -129,6 +139,15 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         its = jax.eval_shape(functools.partial(mosaic_gpu.tables, None, groups=1), number(count))
         return product_of_few(its, count, 1, hidden, widths, **static)
 
+    def layered_dense(*sizes):
+        """Whose W is loaded before x is there."""
+        function, (x, w, its, *factors) = dense(*sizes)
+        w, *factors = jax.tree.map(
+            lambda its: Layered(array(4, *its.shape, dtype=its.dtype), number(), number()),
+            (w, *factors),
+        )
+        return function, (x, w, its, *factors)
+
     of_token = few_rows, shape.top_k, groups
     both = product_of_few(*of_token, hidden, (wide, wide), gate=shape.gate)
     yield "gate_up gated of one token", *both
@@ -153,6 +172,8 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "dense of one token", *dense(1, (4096, 512, 512))
     yield "dense of many tokens", *dense(256, (4096, 512, 512))
     yield "narrow of one token", *dense(1, (2048,))
+    yield "layered dense of one token", *layered_dense(1, (4096, 512, 512))
+    yield "layered narrow of few tokens", *layered_dense(min(tokens, FEW), (2048,))
     yield "narrow float32 of few", *dense(32, (128,), out_dtype=jnp.dtype(jnp.float32))
 
     yield "spread", spread_rows, (array(tokens, hidden), number(tokens, shape.top_k))
@@ -211,6 +232,18 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     cache = array(1024, 16, 4, 128)
     yield "attention", attention, (array(tokens, 32, 128), cache, cache, *view)
     yield "attention of few", attention, (array(8, 32, 128), cache, cache, *few)
+
+    def rotation(heads, stack, layer, cos, sin, k_pages, v_pages, *view):
+        weight, view = Layered(stack, layer), PageView(*view)
+        return rotate_and_cache(
+            heads, weight, weight, cos, sin, k_pages, v_pages, view,
+            eps=1e-6, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    angles = array(tokens, 64, dtype=jnp.float32)
+    arguments = array(tokens, 40, 128), array(48, 128), number(), angles, angles
+    yield "rotation", rotation, (*arguments, cache, cache, *view)
+
     cache = array(1024, 16, 2, 128)
     yield "attention of groups of three", attention, (array(tokens, 6, 128), cache, cache, *view)
     queries = [array(tokens, 128, width) for width in (512, 64)]
@@ -229,6 +262,21 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "attention gradients of queries", function, arrays
     function = functools.partial(key_gradients, sizes)
     yield "attention gradients of keys", function, (*arrays, of_row)
+
+    # Norms are of whole 128 features; hidden ones that are not are normed by other kernels.
+    features = hidden // 128 * 128
+    named = dict(eps=1e-6, implementation="mosaic_gpu")
+    x, weight = array(tokens, features), Layered(array(4, features), number(), number())
+    yield "rms_norm", functools.partial(rms_norm, **named), (x, weight)
+    yield "add_norm", functools.partial(add_norm, **named), (x, x, weight)
+
+    def choice(logits):
+        return top_experts(logits, None, shape.top_k, Scoring(), implementation="mosaic_gpu")
+
+    # Of whole 128 experts, too.
+    counted = -(-groups // 128) * 128
+    yield "choice", choice, (array(tokens, counted, dtype=jnp.float32),)
+    yield "choice of bfloat16", choice, (array(tokens, counted),)
 
     yield "outer", *outer(array(rows, hidden), 2, jnp.bfloat16)
     yield "outer of parts", *outer(array(rows, 2 * wide), 2, jnp.bfloat16, 2)

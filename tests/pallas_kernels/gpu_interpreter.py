@@ -33,6 +33,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
+from pallas_kernels.hopper import dependent_launch
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.product_cases import ProductSizes, Term
@@ -56,6 +57,7 @@ def interpreter(detect_races: bool = True):
             use_abstract_mesh(DEVICE),
             plgpu.force_gpu_interpret_mode(params),
             mock.patch.object(shared_memory.Barrier, "deallocate", ended),
+            mock.patch.object(dependent_launch, "INTERPRETED", True),
         ):
             yield
         assert not gpu_callbacks.get_races().races_found, "the kernel races: see the output"

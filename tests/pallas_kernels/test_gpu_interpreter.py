@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_lora_matmul import gpu_rows
+from pallas_kernels.grouped_lora_matmul import gpu_rows, gpu_unsorted
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 
 if not hasattr(plgpu, "force_gpu_interpret_mode"):
@@ -483,3 +483,22 @@ def test_equal_groups(rows, groups, terms):
     low = case.packed(u) if terms else ()
     found = gpu_interpreter.interpret(case.compiled, tables, x, w, low, factors)
     assert_close(found, case.expect(*arguments))
+
+
+def test_very_few_rows_that_stay_in_order():
+    """With tokens that are not valid, and numbers that are not of a group."""
+    groups, tokens = 6, 7
+    rng = np.random.default_rng(0)
+    slot = rng.integers(-1, 3, tokens).astype(np.int32)
+    group = rng.integers(-2, groups + 3, (tokens, 2)).astype(np.int32)
+    valid = rng.random(tokens) < 0.7
+    x = rng.standard_normal((tokens, 384)).astype(jnp.bfloat16)
+    lay_out = jax.jit(functools.partial(gpu_unsorted.lay_out, groups=groups))
+    arguments = dict(x=x, group=group, token_slots=slot, valid=valid)
+    rows, place, arrivals = gpu_interpreter.interpret(functools.partial(lay_out, **arguments))
+    np.testing.assert_array_equal(rows, np.repeat(x, 2, axis=0))
+    works = (group >= 0) & (group < groups) & valid[:, None]
+    of_rows = np.where(works, group, groups).reshape(-1)
+    wanted = gpu_rows.place_of(of_rows, np.repeat(slot, 2), groups)
+    assert place.tolist() == wanted.tolist()
+    assert arrivals.tolist() == [0]

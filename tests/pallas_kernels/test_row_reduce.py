@@ -13,9 +13,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_norm, log_sum_exp, rms_norm, row_sum
+from pallas_kernels.row_reduce import api, triton, xla
+from tests.pallas_kernels.cases import in_layers
 
 SHAPES = [(1, 8), (33, 128), (5, 100), (7, 2048), (3, 2560), (2, 20000)]
 IMPLEMENTATIONS = ["xla", "triton"]
+on_hopper = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need jax >= 0.11"
+)
 
 
 def pulled(function, dy, *arguments):
@@ -176,3 +181,82 @@ def test_gradients_of_a_norm(implementation, dtype, features):
     )
     moved = np.roll(np.arange(9), 4)
     np.testing.assert_array_equal(gradient(moved), found[moved])
+
+
+def of_hopper(function, *arguments):
+    """The results of its kernels, which are interpreted elsewhere; the other implementation's."""
+    from tests.pallas_kernels.gpu_interpreter import interpret
+
+    def run(implementation):
+        return jax.jit(functools.partial(function, eps=1e-6, implementation=implementation))
+
+    kernel, expected = run("mosaic_gpu"), run("xla")(*arguments)
+    interpreted = jax.default_backend() != "gpu"
+    found = interpret(kernel, *arguments) if interpreted else kernel(*arguments)
+    return jax.tree.map(np.asarray, found), expected
+
+
+@on_hopper
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "rows, features, dtype, layered",
+    [
+        (1, 256, "bfloat16", False),
+        (3, 384, "bfloat16", True),
+        (3, 256, "float32", True),
+        (9, 7168, "bfloat16", True),
+    ],
+)
+def test_hopper_kernels_are_the_definition(rows, features, dtype, layered):
+    """Up to the order of the sum of squares; x + more is exact. Other layers' weights are NaN."""
+    x, more = (normal(rows, features, seed=seed, dtype=dtype) for seed in (0, 1))
+    weight = normal(features, seed=2, dtype=dtype)
+    weight = in_layers(weight) if layered else weight
+    tolerance = 2e-5 if dtype == "float32" else 2e-2  # the norm is rounded, and its product
+    close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+
+    (total, normed), (expected, expected_normed) = of_hopper(add_norm, x, more, weight)
+    np.testing.assert_array_equal(total, expected)
+    close(np.float32(normed), np.float32(expected_normed))
+    found, expected = of_hopper(rms_norm, total[-1:], weight)
+    close(np.float32(found), np.float32(expected))
+    # A row alone, by the other kernel: its bits are those that it has among others.
+    np.testing.assert_array_equal(found, normed[-1:])
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((2, 100), "bfloat16"),
+        ((2, 16384), "float32"),
+        ((2, 16512), "bfloat16"),
+        ((2, 256), "float16"),
+        ((0, 256), "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("platform, general", [("gpu", triton), ("cpu", xla)])
+def test_norms_that_hopper_kernels_refuse(monkeypatch, platform, general, shape, dtype):
+    """Asked for by name they say so; without a name another implementation serves them."""
+    x = jnp.zeros(shape, dtype)
+    with pytest.raises(NotImplementedError, match=rf"got x .*\[{shape[0]}, {shape[1]}\]"):
+        rms_norm(x, jnp.zeros(shape[1], dtype), 1e-6, implementation="mosaic_gpu")
+    monkeypatch.setattr(api, "platform_implementation", lambda: "mosaic_gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert api._backend_of_norms(None, x) is general
+
+
+@on_hopper
+def test_norms_on_hopper_have_kernels_of_their_own(monkeypatch):
+    """Where they serve the rows, and nothing else is asked for; sums are Triton's."""
+    from pallas_kernels.row_reduce import mosaic_gpu
+
+    rows = jnp.zeros((2, 256), jnp.bfloat16)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(api, "platform_implementation", lambda: "xla")
+    assert api._backend_of_norms(None, rows) is triton
+    monkeypatch.setattr(api, "platform_implementation", lambda: "mosaic_gpu")
+    assert api._backend_of_norms(None, rows) is mosaic_gpu
+    assert api._backend_of_norms("triton", rows) is api._backend(None) is triton
+    assert api._backend_of_norms("xla", rows) is xla
+    assert mosaic_gpu.row_sum is triton.row_sum and mosaic_gpu.log_sum_exp is triton.log_sum_exp
