@@ -36,3 +36,23 @@ def implementation_module(package: str, implementation: str) -> ModuleType:
             f"implementation='mosaic_gpu' needs jax 0.11 or later, this is {jax.__version__}"
         )
     return importlib.import_module(f"{package}.{implementation}")
+
+
+def mosaic_gpu_module(package: str, implementation: str | None, *arguments) -> ModuleType | None:
+    """A package's kernels for Hopper where they are asked for, or best, and serve the arguments.
+
+    None stands for others. The module says what it serves: `check` of the arguments.
+
+    Raises:
+      NotImplementedError: they were asked for, and do not.
+    """
+    if (implementation or platform_implementation()) != "mosaic_gpu":
+        return None
+    module = implementation_module(package, "mosaic_gpu")
+    try:
+        module.check(*arguments)
+    except NotImplementedError:
+        if implementation is not None:
+            raise
+        return None
+    return module

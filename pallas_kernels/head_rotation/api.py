@@ -11,11 +11,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.head_rotation import differentiable, xla
-from pallas_kernels.implementation import (
-    check_known,
-    implementation_module,
-    platform_implementation,
-)
+from pallas_kernels.implementation import check_known, implementation_module, mosaic_gpu_module
 from pallas_kernels.paged_attention.api import PageView
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
@@ -73,14 +69,10 @@ def _backend(implementation: str | None, heads, k_pages, v_pages) -> ModuleType:
     check_known(implementation, IMPLEMENTATIONS)
     if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
         return xla
-    if (implementation or platform_implementation()) == "mosaic_gpu":
-        backend = implementation_module("pallas_kernels.head_rotation", "mosaic_gpu")
-        try:
-            backend.check(heads, k_pages, v_pages)
-            return backend
-        except NotImplementedError:
-            if implementation is not None:
-                raise
+    pages = k_pages, v_pages
+    module = mosaic_gpu_module("pallas_kernels.head_rotation", implementation, heads, *pages)
+    if module is not None:
+        return module
     width = heads.shape[2]
     if width & (width - 1):
         if implementation is not None:

@@ -12,11 +12,7 @@ from types import ModuleType
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.implementation import (
-    check_known,
-    implementation_module,
-    platform_implementation,
-)
+from pallas_kernels.implementation import check_known, implementation_module, mosaic_gpu_module
 from pallas_kernels.row_reduce import differentiable
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
@@ -91,16 +87,6 @@ def _backend(implementation: str | None) -> ModuleType:
 
 
 def _backend_of_norms(implementation: str | None, rows) -> ModuleType:
-    """One that serves rows [rows, features]: Hopper's kernels are for some numbers of features."""
-    best = implementation
-    if implementation is None and platform_implementation() == "mosaic_gpu":
-        best = "mosaic_gpu"
-    backend = _backend(best)
-    if best == "mosaic_gpu":
-        try:
-            backend.check(rows)
-        except NotImplementedError:
-            if implementation is not None:
-                raise
-            return _backend(None)
-    return backend
+    """Of rows [rows, features]: Hopper's kernels are for some numbers of features."""
+    module = mosaic_gpu_module("pallas_kernels.row_reduce", implementation, rows)
+    return module or _backend(implementation)

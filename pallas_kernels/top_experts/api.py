@@ -5,18 +5,13 @@ Letters: T tokens, E experts, k choices.
 
 from __future__ import annotations
 
-import contextlib
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.implementation import (
-    check_known,
-    implementation_module,
-    platform_implementation,
-)
+from pallas_kernels.implementation import check_known, implementation_module, mosaic_gpu_module
 from pallas_kernels.top_experts import differentiable, xla
 from pallas_kernels.top_experts.xla import Scoring
 
@@ -54,17 +49,10 @@ def top_experts(
 
 
 def _backend(implementation: str | None, logits, top_k: int) -> ModuleType:
-    """One that serves logits [T, E]; one that was asked for by name says if it cannot."""
     check_known(implementation, IMPLEMENTATIONS)
-    if implementation is not None:
-        return _module(implementation)
-    if platform_implementation() == "mosaic_gpu":
-        backend = _module("mosaic_gpu")
-        with contextlib.suppress(NotImplementedError):
-            backend.check(logits, top_k)
-            return backend
-    return _module("triton" if jax.default_backend() == "gpu" else "xla")
-
-
-def _module(name: str) -> ModuleType:
+    module = mosaic_gpu_module("pallas_kernels.top_experts", implementation, logits, top_k)
+    if module is not None:
+        return module
+    platform = "triton" if jax.default_backend() == "gpu" else "xla"
+    name = implementation or platform
     return xla if name == "xla" else implementation_module("pallas_kernels.top_experts", name)

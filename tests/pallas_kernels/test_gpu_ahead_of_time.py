@@ -92,6 +92,7 @@ def test_decode():
             "gate_up gated of classes,shrink of classes,"
             "gate_up gated of one token,experts of one token,narrow of one token,"
             "dense of few tokens,narrow of few tokens,"
+            "layered dense of one token,layered narrow of few tokens,rotation,"
             "attention of groups of three,attention of few,latent attention of few,"
             "attention gradients of queries,attention gradients of keys,rms_norm,add_norm,"
             "choice,choice of bfloat16",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import rotate_and_cache
+from pallas_kernels import implementation, rotate_and_cache
 from pallas_kernels.head_rotation import api, xla
 from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.test_head_rotation import EPS, PAGE, TOKENS, arguments
@@ -103,6 +103,6 @@ def chosen(call):
     heads, *_, k_pages, v_pages, _ = call
     with (
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
-        mock.patch.object(api, "platform_implementation", lambda: "mosaic_gpu"),
+        mock.patch.object(implementation, "platform_implementation", lambda: "mosaic_gpu"),
     ):
         return api._backend(None, heads, k_pages, v_pages)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Scoring, top_experts
+from pallas_kernels import Scoring, implementation, top_experts
 from pallas_kernels.top_experts import api, triton, xla
 from tests.pallas_kernels.test_top_experts import SCORINGS, bias_of, expected, logits_of
 
@@ -129,7 +129,7 @@ def test_what_the_kernel_refuses(monkeypatch, platform, general, shape, top_k, d
     logits = jnp.zeros(shape, dtype)
     with pytest.raises(NotImplementedError, match=rf"logits .*\[{shape[0]}, {shape[1]}\]"):
         top_experts(logits, None, top_k, Scoring(), implementation="mosaic_gpu")
-    monkeypatch.setattr(api, "platform_implementation", lambda: "mosaic_gpu")
+    monkeypatch.setattr(implementation, "platform_implementation", lambda: "mosaic_gpu")
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     assert api._backend(None, logits, top_k) is general
 
@@ -139,9 +139,9 @@ def test_on_hopper_it_is_the_kernel(monkeypatch):
 
     logits = jnp.zeros((2, 128))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(api, "platform_implementation", lambda: "xla")
+    monkeypatch.setattr(implementation, "platform_implementation", lambda: "xla")
     assert api._backend(None, logits, 8) is triton
-    monkeypatch.setattr(api, "platform_implementation", lambda: "mosaic_gpu")
+    monkeypatch.setattr(implementation, "platform_implementation", lambda: "mosaic_gpu")
     assert api._backend(None, logits, 8) is mosaic_gpu
     assert api._backend("triton", logits, 8) is triton
     assert api._backend("xla", logits, 8) is xla

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import add_norm, log_sum_exp, rms_norm, row_sum
+from pallas_kernels import add_norm, implementation, log_sum_exp, rms_norm, row_sum
 from pallas_kernels.row_reduce import api, triton, xla
 from tests.pallas_kernels.cases import in_layers
 
@@ -241,7 +241,7 @@ def test_norms_that_hopper_kernels_refuse(monkeypatch, platform, general, shape,
     x = jnp.zeros(shape, dtype)
     with pytest.raises(NotImplementedError, match=rf"got x .*\[{shape[0]}, {shape[1]}\]"):
         rms_norm(x, jnp.zeros(shape[1], dtype), 1e-6, implementation="mosaic_gpu")
-    monkeypatch.setattr(api, "platform_implementation", lambda: "mosaic_gpu")
+    monkeypatch.setattr(implementation, "platform_implementation", lambda: "mosaic_gpu")
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     assert api._backend_of_norms(None, x) is general
 
@@ -253,9 +253,9 @@ def test_norms_on_hopper_have_kernels_of_their_own(monkeypatch):
 
     rows = jnp.zeros((2, 256), jnp.bfloat16)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(api, "platform_implementation", lambda: "xla")
+    monkeypatch.setattr(implementation, "platform_implementation", lambda: "xla")
     assert api._backend_of_norms(None, rows) is triton
-    monkeypatch.setattr(api, "platform_implementation", lambda: "mosaic_gpu")
+    monkeypatch.setattr(implementation, "platform_implementation", lambda: "mosaic_gpu")
     assert api._backend_of_norms(None, rows) is mosaic_gpu
     assert api._backend_of_norms("triton", rows) is api._backend(None) is triton
     assert api._backend_of_norms("xla", rows) is xla
