@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import implementation
 from pallas_kernels.grouped_lora_matmul import gpu_unsorted
 from pallas_kernels.grouped_lora_matmul.gpu_piece_table import piece_table
 from pallas_kernels.grouped_lora_matmul.gpu_rows import (
@@ -78,7 +79,7 @@ def dispatch_unsorted(x, groups: int, group, token_slots, valid) -> tuple[Route,
     rows, choices = group.size, group.shape[1]
     sizes = _Sizes(rows, choices, groups, 1)
     routing = group, token_slots, valid
-    if x.shape[1] % gpu_unsorted.THREADS == 0 and jax.default_backend() == "gpu":
+    if x.shape[1] % gpu_unsorted.THREADS == 0 and implementation.DEPENDENT_LAUNCH:
         found, place, arrivals = gpu_unsorted.lay_out(x, groups, *routing)
     else:
         kernel = _unsorted_kernel, "lora_rows", sizes, (rows, 1)

@@ -1,7 +1,7 @@
 """A kernel begins while the one before it ends (programmatic dependent launch).
 
-From JAX 0.12 on CUDA graphs have Mosaic's kernels as nodes of their own, whose edges say so; until
-then a kernel waits as a whole, and what is here changes nothing.
+From JAX 0.12 on CUDA graphs have Mosaic's kernels as nodes of their own, whose edges say so. Until
+then a kernel of a graph waits as a whole.
 
 The rule for all kernels: every thread waits before it reads what other kernels write, and before it
 stores; and only then may the next kernel begin. So what a kernel reads before it waits must not be
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import implementation
+
 MOST_ROWS = 2048  # of a kernel; with more, its start is a small part of its time
-INTERPRETED = False  # the interpreter knows neither: there kernels run one after another
 
 
 def begins_early(rows: int) -> bool:
     """Whether a kernel of so many rows is launched while the one before it runs."""
-    return rows <= MOST_ROWS and not INTERPRETED
+    return implementation.DEPENDENT_LAUNCH and rows <= MOST_ROWS
 
 
 def wait_for_kernels_before(rows: int):

@@ -308,11 +308,14 @@ def h200():
 def main(name: str, tokens: str, rank: str, only: str = ""):
     import jax
 
+    from pallas_kernels import implementation
     from pallas_kernels.shapes import EXPERT_SHAPES
 
     mesh, here, placed = h200()
     # Kernels for Triton are interpreted on a CPU.
     jax.default_backend = lambda: "gpu"
+    # What JAX 0.12 runs compiles with 0.11 too.
+    implementation.DEPENDENT_LAUNCH = True
 
     for call, function, arguments in calls(EXPERT_SHAPES[name], int(tokens), int(rank)):
         if only and call not in only.split(","):

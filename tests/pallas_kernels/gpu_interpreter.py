@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from pallas_kernels import implementation
 from pallas_kernels.grouped_lora_matmul import gpu_outer, gpu_rows, gpu_spread
 from pallas_kernels.grouped_lora_matmul.gate import gated
 from pallas_kernels.grouped_lora_matmul.gpu_experts import Product, experts_kernel
@@ -33,7 +34,6 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
-from pallas_kernels.hopper import dependent_launch
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.product_cases import ProductSizes, Term
@@ -57,7 +57,8 @@ def interpreter(detect_races: bool = True):
             use_abstract_mesh(DEVICE),
             plgpu.force_gpu_interpret_mode(params),
             mock.patch.object(shared_memory.Barrier, "deallocate", ended),
-            mock.patch.object(dependent_launch, "INTERPRETED", True),
+            # The interpreter knows none of it: there kernels run one after another.
+            mock.patch.object(implementation, "DEPENDENT_LAUNCH", False),
         ):
             yield
         assert not gpu_callbacks.get_races().races_found, "the kernel races: see the output"

@@ -104,5 +104,6 @@ def chosen(call):
     with (
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
         mock.patch.object(implementation, "platform_implementation", lambda: "mosaic_gpu"),
+        mock.patch.object(implementation, "DEPENDENT_LAUNCH", True),
     ):
         return api._backend(None, heads, k_pages, v_pages)

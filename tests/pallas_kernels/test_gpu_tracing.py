@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import Lora, grouped_lora_matmul, moe_mlp
+from pallas_kernels import Lora, grouped_lora_matmul, implementation, moe_mlp
 from pallas_kernels.shapes import EXPERT_SHAPES
 
 if jax.__version_info__ < (0, 11):
@@ -112,6 +112,25 @@ def test_all_warps_wait_where_one_does(name, rank):
     function, arguments = layer(name, 1, rank)
     found = list(waits_of_warps(jax.make_jaxpr(function)(*arguments).jaxpr))
     assert found and not any(alone for alone in found)
+
+
+@pytest.mark.parametrize("tokens, early", [(1, True), (40, True), (300, False)])
+def test_kernels_of_few_rows_begin_early(monkeypatch, tokens, early):
+    """All, or a later one would not know that those before it have ended; of many rows none."""
+    monkeypatch.setattr(implementation, "DEPENDENT_LAUNCH", True)
+    function, arguments = layer("qwen3-30b-a3b", tokens)
+    found = list(kernels_in(jax.make_jaxpr(function)(*arguments).jaxpr))
+    assert found and all(("griddepcontrol_wait" in text) == early for text in found)
+
+
+def kernels_in(jaxpr):
+    """The text of each Mosaic kernel."""
+    for eqn in jaxpr.eqns:
+        if "Mesh(" in str(eqn.params.get("meshes")):
+            yield str(eqn)
+            continue
+        for sub, _ in jaxprs_in(eqn):
+            yield from kernels_in(sub)
 
 
 def waits_of_warps(jaxpr, warps=frozenset(), alone=None):
