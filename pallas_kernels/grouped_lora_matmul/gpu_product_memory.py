@@ -100,58 +100,24 @@ class ProductMemory:
             return (functools.partial(self.load_a, tile, slot_of(tile.place)),)
 
         def k_loop(height, first_step):
-            def load_steps(*loads, begin, end, acquire=True):
-                """Of these steps, what some functions load of each block, when its stage is free.
-
-                Args:
-                  acquire: False for stages that are theirs already.
-                """
-                depth = self.schedule.depth
-
-                def for_steps(load_block):
-                    def k_step(k, step):
-                        if acquire:
-                            self.acquire(step)
-                        load_block(k, step)
-                        return step + 1
-
-                    lax.fori_loop(begin, end, k_step, first_step + begin)
-
-                def load_block(block, k, step):
-                    for load in loads:
-                        load(height, k, step, block)
-
-                if depth == 1:
-                    for_steps(functools.partial(load_block, 0))
-                    return
-
-                # One warp issues copies too slowly: each takes its block of every stage.
-                @plgpu.warp_map
-                def _load(warp):
-                    def load_own(k, step):
-                        pl.when(warp < depth)(lambda: load_block(warp, k, step))
-
-                    # Those without a block wait for stages too: a warp counts the phases that it
-                    # has seen, and later all wait together.
-                    for_steps(load_own)
-
+            load = functools.partial(self.load_steps, height, first_step)
             if self.wait_for_x is None:
-                load_steps(load_w, *load_a(tile), load_x, begin=0, end=tile.k_steps)
+                load(load_w, *load_a(tile), load_x, begin=0, end=tile.k_steps)
                 return first_step + tile.k_steps
             # Until there is x, all W that stages have room for.
             begin = jnp.where(is_first, jnp.minimum(tile.k_steps, self.schedule.stages), 0)
             if self.early:
-                load_steps(load_w, begin=0, end=begin)
+                load(load_w, begin=0, end=begin)
                 pl.when(is_first)(self.wait_for_x)
                 load_words()
                 its_a = load_a(self.feed.placed(tile))
-                load_steps(load_x, *its_a, begin=0, end=begin, acquire=False)
+                load(load_x, *its_a, begin=0, end=begin, acquire=False)
             else:
                 its_a = load_a(tile)
-                load_steps(load_w, *its_a, begin=0, end=begin)
+                load(load_w, *its_a, begin=0, end=begin)
                 pl.when(is_first)(self.wait_for_x)
-                load_steps(load_x, begin=0, end=begin, acquire=False)
-            load_steps(load_w, *its_a, load_x, begin=begin, end=tile.k_steps)
+                load(load_x, begin=0, end=begin, acquire=False)
+            load(load_w, *its_a, load_x, begin=begin, end=tile.k_steps)
             return first_step + tile.k_steps
 
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)
@@ -170,6 +136,42 @@ class ProductMemory:
             others = runs if self.layout.has_runs else lambda count: count
             count = lax.cond(slot >= 0, whole, others, jnp.int32(0))
         return self.stages.after(step, count)
+
+    def load_steps(self, height, first_step, *loads, begin, end, acquire=True):
+        """Of some K steps, what functions load of each block, when its stage is free.
+
+        Args:
+          loads: functions of the rows' height, the K step, the step and the block.
+          acquire: False for stages that are theirs already.
+        """
+        depth = self.schedule.depth
+
+        def for_steps(load_block):
+            def k_step(k, step):
+                if acquire:
+                    self.acquire(step)
+                load_block(k, step)
+                return step + 1
+
+            lax.fori_loop(begin, end, k_step, first_step + begin)
+
+        def load_block(block, k, step):
+            for load in loads:
+                load(height, k, step, block)
+
+        if depth == 1:
+            for_steps(functools.partial(load_block, 0))
+            return
+
+        # One warp issues copies too slowly: each takes its block of every stage.
+        @plgpu.warp_map
+        def _load(warp):
+            def load_own(k, step):
+                pl.when(warp < depth)(lambda: load_block(warp, k, step))
+
+            # Those without a block wait for stages too: a warp counts the phases that it has seen,
+            # and later all wait together.
+            for_steps(load_own)
 
     def acquire(self, step):
         """Waits until the step's stage is free."""
