@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.apart import apart
 from pallas_kernels.grouped_lora_matmul.base_product import (
     count_below,
     grouped_product,
@@ -191,7 +192,7 @@ def _expand_rows(y, u, factor, index):
     for start in range(0, factor.shape[1], RANK_BLOCK):
         for rank in range(start, min(start + RANK_BLOCK, factor.shape[1])):
             row = factor.at[index, rank].get(mode="clip").astype(y.dtype)
-            y = y + u[:, rank, None] * row
+            y = y + apart(u[:, rank, None] * row)
         y = lax.optimization_barrier(y)
     return y
 

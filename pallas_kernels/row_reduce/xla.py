@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.apart import apart
 from pallas_kernels.grouped_lora_matmul.api import lora_matmul
 
 CHUNK = 1024  # features of a step of `log_sum_exp`
@@ -45,7 +46,8 @@ def log_sum_exp(x):
         part = lax.dynamic_slice_in_dim(padded, i * CHUNK, CHUNK, axis=1)
         new_maximum = jnp.maximum(maximum, part.max(-1))
         total = total * jnp.exp(maximum - new_maximum)
-        return new_maximum, total + row_sum(jnp.exp(part - new_maximum[:, None]))[:, 0]
+        below = apart(part - new_maximum[:, None])
+        return new_maximum, total + row_sum(jnp.exp(below))[:, 0]
 
     # Finite, so that a chunk of -inf alone does not make the correction exp(-inf + inf).
     lowest = jnp.full(rows, jnp.finfo(x.dtype).min, x.dtype)

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.apart import apart
 from pallas_kernels.top_experts.xla import SIGMOID_EPSILON, Scoring
 
 EXPERTS_OF_WARP = 256  # more are shared by several
@@ -46,7 +47,7 @@ def _kernel(count: int, top_k: int, scoring: Scoring, logits, *refs):
     compared = scores
     for bias in biases:
         compared = compared + plgpu.load(bias, mask=real[0], other=0)[None]
-    compared = jnp.where(real, compared, -jnp.inf)
+    compared = apart(jnp.where(real, compared, -jnp.inf))
     experts = jnp.zeros((1, choices), jnp.int32)
     weights = jnp.zeros((1, choices), jnp.float32)
     for number in range(top_k):

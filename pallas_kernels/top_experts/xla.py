@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.apart import apart
 from pallas_kernels.row_reduce.api import row_sum
 
 SIGMOID_EPSILON = 1e-20  # of DeepSeek-V3: scores that are all zero have weights
@@ -40,7 +41,8 @@ def score(logits, scoring: Scoring):
     if scoring.sigmoid:
         return jax.nn.sigmoid(logits)
     # The maximum cancels out, in the gradient too.
-    exponentials = jnp.exp(logits - lax.stop_gradient(logits.max(-1, keepdims=True)))
+    below = apart(logits - lax.stop_gradient(logits.max(-1, keepdims=True)))
+    exponentials = jnp.exp(below)
     return exponentials / row_sum(exponentials)
 
 
