@@ -39,6 +39,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 )
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import tiles_of, write_words
 from pallas_kernels.hopper.machine import PROGRAMS
+from pallas_kernels.hopper.rows import THREADS
 
 MAX_GROUPS = 1024  # a program counts the rows of all of them at once
 FEWEST = 4  # rows of a program
@@ -79,7 +80,7 @@ def dispatch_unsorted(x, groups: int, group, token_slots, valid) -> tuple[Route,
     rows, choices = group.size, group.shape[1]
     sizes = _Sizes(rows, choices, groups, 1)
     routing = group, token_slots, valid
-    if x.shape[1] % gpu_unsorted.THREADS == 0 and implementation.DEPENDENT_LAUNCH:
+    if x.shape[1] % THREADS == 0 and implementation.DEPENDENT_LAUNCH:
         found, place, arrivals = gpu_unsorted.lay_out(x, groups, *routing)
     else:
         kernel = _unsorted_kernel, "lora_rows", sizes, (rows, 1)

@@ -12,15 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_rows import place_of
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
-
-THREADS = 128
-WIDEST_LOAD = 16  # bytes
+from pallas_kernels.hopper.rows import layout_of_row
 
 
 def lay_out(x, groups: int, group, token_slots, valid):
     """The x of all rows, their places, and the word that programs count up, zero.
 
-    Args: see `gpu_dispatch.dispatch_few`; K a multiple of THREADS.
+    Args: see `gpu_dispatch.dispatch_few`; K a multiple of `rows.THREADS`.
 
     Returns:
       [M, K], int32 [M], int32 [1].
@@ -48,7 +46,7 @@ def _body(groups: int, choices: int, group, token_slots, *refs):
     row = lax.axis_index("row")
     token = lax.div(row, jnp.int32(choices))
     wait_for_kernels_before(group.shape[0])
-    values = plgpu.load(x.at[token], layout=_layout(x.shape[1], x.dtype))
+    values = plgpu.load(x.at[token], layout=layout_of_row(x.shape[1], x.dtype))
     number, slot = group[row], token_slots[token]
     works = number >= 0
     for its in valid:
@@ -61,11 +59,3 @@ def _body(groups: int, choices: int, group, token_slots, *refs):
         arrivals[0] = 0
 
     y.at[row][...] = values
-
-
-def _layout(width: int, dtype):
-    """Of a row over the threads, in loads as wide as its width allows."""
-    size = WIDEST_LOAD // jnp.dtype(dtype).itemsize
-    while width % (THREADS * size):
-        size //= 2
-    return plgpu.Layout.WG_STRIDED((width,), vec_size=size)

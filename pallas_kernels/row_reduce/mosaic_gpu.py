@@ -14,13 +14,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.rows import THREADS, layout_of_row
 from pallas_kernels.layered import as_stack, layer_operands, number_of
 from pallas_kernels.row_reduce.triton import log_sum_exp, norm_gradient, row_sum
 
 __all__ = ["add_norm", "check", "log_sum_exp", "norm_gradient", "rms_norm", "row_sum"]
 
-THREADS = 128
-WIDEST_LOAD = 16  # bytes
 # Of a row: its values and the weight's are in registers, of which a thread has 255.
 WIDEST = {"bfloat16": 16384, "float32": 8192}
 VALUES = 2**31  # kernels count them in 32 bits
@@ -72,7 +71,7 @@ def _body(eps: float, count: int, *refs):
     parts, weights = refs[:count], refs[count]
     layer, (*sums, normed) = refs[count + 1 : -count], refs[-count:]
     row, features = lax.axis_index("row"), normed.shape[-1]
-    layout = _layout(features, normed.dtype)
+    layout = layout_of_row(features, normed.dtype)
     if count == 1:
         # The first kernel of a layer: its number may come from the kernel before.
         wait_for_kernels_before(normed.shape[0])
@@ -87,11 +86,3 @@ def _body(eps: float, count: int, *refs):
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.sum(wide * wide) / features + eps)
     normed.at[row][...] = (wide * scale).astype(x.dtype) * weight
-
-
-def _layout(features: int, dtype):
-    """Of a row over the threads, in vectors as wide as a load of whole rows of threads allows."""
-    width = WIDEST_LOAD // jnp.dtype(dtype).itemsize
-    while features % (THREADS * width):
-        width //= 2
-    return plgpu.Layout.WG_STRIDED((features,), vec_size=width)
