@@ -8,6 +8,9 @@ from types import ModuleType
 import jax
 
 DEPENDENT_LAUNCH = jax.__version_info__ >= (0, 12)  # see `hopper.dependent_launch`
+# Whether warpgroups of a kernel can give each other registers. From JAX 0.12 on Mosaic has its code
+# made for linking (nvJitLink), where that is ignored: each has as many as it begins with.
+REGISTERS_MOVE = jax.__version_info__ < (0, 12)
 
 
 def platform_implementation() -> str:

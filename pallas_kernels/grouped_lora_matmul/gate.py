@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.apart import apart
+
 
 class Gate(NamedTuple):
     """silu(gate) · up by default; gpt-oss is `Gate(limit=7.0, alpha=1.702, up_offset=1.0)`.
@@ -23,28 +25,32 @@ class Gate(NamedTuple):
     up_offset: float = 0.0
 
 
-def gated(gate: jax.Array, up: jax.Array, form: Gate) -> jax.Array:
+def gated(gate: jax.Array, up: jax.Array, form: Gate, exp=jnp.exp) -> jax.Array:
     """The activation of float32 gate and up, of any equal shape."""
     if form.limit is not None:
         gate = jnp.minimum(gate, form.limit)
         up = jnp.clip(up, -form.limit, form.limit)
     scaled = gate if form.alpha == 1.0 else form.alpha * gate
     shifted = up if form.up_offset == 0.0 else up + form.up_offset
-    return gate / (1.0 + jnp.exp(-scaled)) * shifted
+    return gate / (1.0 + exp(-scaled)) * shifted
 
 
 def gated_columns(y: jax.Array, form: Gate) -> jax.Array:
     """The activation of `[gate | up]`, computed in float32 (or float64), in y's dtype."""
-    gate, up = jnp.split(_rounded(y), 2, axis=1)
-    return gated(gate, up, form).astype(y.dtype)
+    gate, up = apart(jnp.split(_rounded(y), 2, axis=1))
+    return gated(gate, up, form, _exp).astype(y.dtype)
 
 
 def gated_columns_gradient(y: jax.Array, dhidden: jax.Array, form: Gate) -> jax.Array:
     """The gradient of `[gate | up]`, from that of the activation."""
     # Or the compiler keeps float32 values of the forward pass for this, which take longer to read.
-    gate, up = jnp.split(_wide(lax.optimization_barrier(y)), 2, axis=1)
-    pullback = jax.vjp(lambda gate, up: gated(gate, up, form), gate, up)[1]
+    gate, up = apart(jnp.split(_wide(lax.optimization_barrier(y)), 2, axis=1))
+    pullback = jax.vjp(lambda gate, up: gated(gate, up, form, _exp), gate, up)[1]
     return jnp.concatenate(pullback(dhidden.astype(gate.dtype)), axis=1).astype(y.dtype)
+
+
+def _exp(x):
+    return apart(jnp.exp(apart(x)))
 
 
 def _rounded(y):

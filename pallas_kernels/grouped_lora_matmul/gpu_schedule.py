@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from pallas_kernels import implementation
 from pallas_kernels.hopper.machine import (
     HALF_MEMORY,
     PROGRAMS,
@@ -20,7 +21,9 @@ TILES = 2  # tiles whose words are in shared memory
 TILE_WORDS = 4  # of the table of tiles, 16 bytes: copies begin at multiples of it
 LINE = 32  # words of the copy engine's alignment, 128 bytes
 STAGES = 4  # of a ring, at least: with three, loads do not keep up
-TALLEST = 144  # rows of a tile: with more, four stages do not fit
+MOST_STAGED = 144  # rows of a tile: with more, four stages do not fit
+# Nor do the sums of more than 128 into the registers that a consumer begins with.
+TALLEST = MOST_STAGED if implementation.REGISTERS_MOVE else 128
 LOWEST = 64  # where all rows are one group, and are more than `TALLEST`
 TILE_COST = 100  # cycles
 TALL = 112  # rows from which runs may be added in place
@@ -299,14 +302,14 @@ def _heights(rows: int, groups: int) -> tuple[int, ...]:
         (12, (8, 16, 32)),
         (40, (16, 32, 64)),
         (80, (64, 80, 96)),
-        (TALLEST, (112, 128, TALLEST)),
+        (TALLEST, tuple(sorted({112, 128, TALLEST}))),
     ):
         if mean <= limit:
             return heights
     # Groups are cut into equal tiles. Sizes vary by about the root of the mean: the tallest tile
     # fits two such deviations, so that few groups take a tile more than the others.
     large = mean + 2 * math.sqrt(mean)
-    tallest = math.ceil(large / math.ceil(large / TALLEST) / 8) * 8
+    tallest = min(TALLEST, _whole(math.ceil(large / math.ceil(large / MOST_STAGED)), 8))
     return tallest - 16, tallest - 8, tallest
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -39,11 +38,17 @@ def score(logits, scoring: Scoring):
     """Each expert's score, float32."""
     logits = logits.astype(jnp.float32)
     if scoring.sigmoid:
-        return jax.nn.sigmoid(logits)
+        return _sigmoid(logits)
     # The maximum cancels out, in the gradient too.
     below = apart(logits - lax.stop_gradient(logits.max(-1, keepdims=True)))
     exponentials = jnp.exp(below)
     return exponentials / row_sum(exponentials)
+
+
+def _sigmoid(x):
+    """1 / (1 + exp(-x)), by an exponential that is never infinite."""
+    exponential = apart(jnp.exp(-jnp.abs(x)))
+    return jnp.where(x < 0, exponential, 1.0) / (1.0 + exponential)
 
 
 def weights_of(scores, experts, scoring: Scoring):

@@ -90,6 +90,15 @@ def test_bits_depend_on_the_token_alone(implementation):
         np.testing.assert_array_equal(some_weights, weights[rows])
 
 
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+def test_bits_depend_on_the_token_alone_among_few_experts(scoring):
+    choose, logits = chooser("xla", 4, scoring), logits_of(8)
+    whole = choose(logits, bias_of(8))
+    for count in (1, 7, 15):
+        for its, expected in zip(choose(logits[:count], bias_of(8)), whole, strict=True):
+            np.testing.assert_array_equal(its, expected[:count])
+
+
 @each
 def test_nan_stays_with_its_token(implementation):
     choose, logits = chooser(implementation, 8, Scoring()), logits_of(128)

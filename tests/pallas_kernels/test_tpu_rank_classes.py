@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from pallas_kernels import Lora
+from pallas_kernels.apart import DEPENDS_ON_SHAPES
 from pallas_kernels.grouped_lora_matmul import mosaic_tpu
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule
@@ -181,6 +183,14 @@ def shrink_classes(x, factors, scalings):
     return shrink(x, sizes, SLOTS, of_classes(factors), scalings=of_class)
 
 
+def same_products(found, expected):
+    """Equal, but for CPUs: with JAX 0.12 their dots' bits depend on how many columns there are."""
+    if DEPENDS_ON_SHAPES and jax.default_backend() == "cpu":
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    else:
+        assert np.array_equal(found, expected)
+
+
 def test_shrink():
     x, factors, scalings = shrink_arguments()
     padded = jitted("shrink", starts=(0, 24), firsts=(0, 0))
@@ -190,7 +200,7 @@ def test_shrink():
     for u, (its, of_bank) in zip(found, terms, strict=True):
         rows = its.has(SLOTS) & IN_A_GROUP
         assert u.shape == (ROWS, its.rank)
-        assert np.array_equal(u[rows], of_bank[rows, : its.rank])
+        same_products(u[rows], of_bank[rows, : its.rank])
         assert not of_bank[rows, its.rank :].any()
 
 
