@@ -57,8 +57,8 @@ def measure(case: AttentionCase, timer: Timer) -> AttentionRow:
     timing = timer({"kernel": _program(case)})["kernel"]
     work, kernel, gpu = case.work, timing.pallas, on_gpu()
     floors = {
-        "bandwidth": work.bytes / roofline.BYTES_PER_SECOND,
-        "products": work.flops / roofline.FLOPS_PER_SECOND,
+        "bandwidth": work.bytes / roofline.ceilings().bytes,
+        "products": work.flops / roofline.ceilings().flops,
     }
     share = floors[case.bound] / kernel if gpu else None
     return AttentionRow(

@@ -96,7 +96,8 @@ def _measure(shape, tokens, rank, banks, timer) -> LayerRow:
         }
     )
     lora, base = (times[name].call / LAYERS for name in ("lora", "base"))
-    floor, base_floor = (mean_roofline(shape, layers, r) for r in (rank, 0))
+    card = roofline.ceilings()
+    floor, base_floor = (mean_roofline(shape, layers, r, card) for r in (rank, 0))
     gpu = on_gpu()
     return LayerRow(
         shape=shape.name,
@@ -125,7 +126,8 @@ def comparable_routings(
     for seed in itertools.count():
         rngs = np.random.default_rng([seed, tokens]).spawn(LAYERS)
         layers = [random_routing(shape, tokens, rng) for rng in rngs]
-        floor = 1e6 * mean_roofline(shape, layers, rank)
+        # Theirs were measured on an H200.
+        floor = 1e6 * mean_roofline(shape, layers, rank, roofline.H200)
         if peer_us is None or abs(floor / peer_us - 1) < 0.01:
             return layers
 
@@ -140,9 +142,11 @@ def random_routing(shape: ExpertShape, tokens: int, rng: np.random.Generator) ->
     return Routing(experts.astype(np.int32), weights.astype(np.float32), slots.astype(np.int32))
 
 
-def mean_roofline(shape: ExpertShape, layers: list[Routing], rank: int) -> float:
+def mean_roofline(
+    shape: ExpertShape, layers: list[Routing], rank: int, card: roofline.Ceilings
+) -> float:
     """Seconds of one layer; rank 0 is the base alone."""
-    return float(np.mean([_work(shape, layer, rank).seconds for layer in layers]))
+    return float(np.mean([_work(shape, layer, rank).seconds_of(card) for layer in layers]))
 
 
 def _work(shape: ExpertShape, layer: Routing, rank: int) -> roofline.Work:

@@ -115,7 +115,7 @@ class Found(NamedTuple):
 def measure(name: str, config: ModelConfig, load: Load, rank: int, dtype: str) -> list[MismatchRow]:
     """The samplers' logprobs and experts, of `generate` and of `score`, against the trainer's."""
     engine = _engine(config, load, rank, dtype)
-    trainer = Trainer(engine, token_buckets=[PAGE * -(-4 * load.length // PAGE)])
+    trainer = Trainer(engine, token_buckets=[PAGE * -(-4 * load.length // PAGE)], progress=True)
     names = [str(number) for number in range(load.adapters)]
     _random_adapters(trainer, names, config, rank)
     replay = Replay(engine) if _has_routers(config) else None

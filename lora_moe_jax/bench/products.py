@@ -95,7 +95,7 @@ def others(x: jax.Array, w: jax.Array, sizes: jax.Array) -> dict[str, Program]:
     """A dense product of equal FLOPs; lax.ragged_dot unless it would take too long."""
     programs = {"dense": program(lambda x, w: x @ w.T, x, w[0])}
     # On a GPU it multiplies every row by every group's weight.
-    seconds = 2 * x.size * w.shape[1] * w.shape[0] / roofline.FLOPS_PER_SECOND
+    seconds = 2 * x.size * w.shape[1] * w.shape[0] / roofline.ceilings().flops
     if seconds < RAGGED_DOT_SECONDS:
         right = jnp.swapaxes(w, 1, 2)
         programs["ragged_dot"] = program(lax.ragged_dot, x, right, sizes)

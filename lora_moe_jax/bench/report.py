@@ -26,7 +26,7 @@ from lora_moe_jax.bench import (
     trainer_row,
     training,
 )
-from lora_moe_jax.bench.roofline import BYTES_PER_SECOND, FLOPS_PER_SECOND
+from lora_moe_jax.bench.roofline import ceilings
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.strict_json import read_json_object
 
@@ -57,8 +57,8 @@ class Environment:
     jax: str
     jaxlib: str
     date: str
-    roofline_flops_per_second: float = FLOPS_PER_SECOND
-    roofline_bytes_per_second: float = BYTES_PER_SECOND
+    roofline_flops_per_second: float
+    roofline_bytes_per_second: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,8 @@ def this_environment() -> Environment:
         jax=jax.__version__,
         jaxlib=jaxlib.__version__,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        roofline_flops_per_second=ceilings().flops,
+        roofline_bytes_per_second=ceilings().bytes,
     )
 
 

@@ -1,7 +1,8 @@
-"""The least time a product or layer can take on an H200: real rows only, every operand once.
+"""The least time a product or layer can take on a card: real rows only, every operand once.
 
-Two ceilings, measured on the card: 790 TFLOP/s of bfloat16 and a copy at 4.3 TB/s. (A stream that
-only reads reaches 4.69 TB/s, so a product that mostly reads weights may come out below 1 x.)
+Two ceilings, measured on the card: of an H200, which stands for all that are not named here, 790
+TFLOP/s of bfloat16 and a copy at 4.3 TB/s. (A stream that only reads reaches 4.69 TB/s, so a
+product that mostly reads weights may come out below 1 x.)
 What counts: the weights of groups that have a row, once; x and y; A and B of the buckets that have
 a row, once. The intermediate u of the low-rank product does not count.
 """
@@ -9,12 +10,29 @@ a row, once. The intermediate u of the low-rank product does not count.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
+
+import jax
 
 from pallas_kernels.shapes import ExpertShape, ProductShape
 
-FLOPS_PER_SECOND = 790e12
-BYTES_PER_SECOND = 4.3e12
 ITEM = 2  # bytes of a bfloat16
+
+
+class Ceilings(NamedTuple):
+    """What a card reaches, per second: operations on bfloat16, bytes through its memory."""
+
+    flops: float
+    bytes: float
+
+
+H200 = Ceilings(790e12, 4.3e12)
+OTHERS = {"NVIDIA H100 80GB HBM3": Ceilings(790e12, 3.0e12)}
+
+
+def ceilings() -> Ceilings:
+    """Of the first device."""
+    return OTHERS.get(jax.devices()[0].device_kind, H200)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +47,11 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        return max(self.flops / FLOPS_PER_SECOND, self.bytes / BYTES_PER_SECOND)
+        """On this machine's device."""
+        return self.seconds_of(ceilings())
+
+    def seconds_of(self, card: Ceilings) -> float:
+        return max(self.flops / card.flops, self.bytes / card.bytes)
 
 
 @dataclasses.dataclass(frozen=True)

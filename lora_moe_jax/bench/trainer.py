@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from lora_moe_jax.bench.report import Report, this_environment
-from lora_moe_jax.bench.roofline import FLOPS_PER_SECOND
+from lora_moe_jax.bench.roofline import ceilings
 from lora_moe_jax.bench.section import verdict_of_more
 from lora_moe_jax.bench.serving_work import ModelSizes
 from lora_moe_jax.bench.timing import on_gpu
@@ -205,7 +205,7 @@ def _row(
         tokens_per_second=speed,
         useful_tflop=flops / 1e12,
         tflops=flops / (one_pass + step) / 1e12 if on_gpu() else None,
-        share=flops / FLOPS_PER_SECOND / (one_pass + step) if on_gpu() else None,
+        share=flops / ceilings().flops / (one_pass + step) if on_gpu() else None,
         peak_gib=_peak_gib(),
         state_gib=state / 2**30,
         over_one=over_one,

@@ -46,7 +46,8 @@ def test_says_where_it_ran():
 def test_show_prints_every_table(tmp_path, capsys):
     report = a_report()
     report = dataclasses.replace(
-        report, environment=Environment("NVIDIA H200", "580.1", "x86_64", "3.12", "1", "2", "d")
+        report,
+        environment=Environment("NVIDIA H200", "580.1", "x86_64", "3.12", "1", "2", "d", 1.0, 2.0),
     )
     report.write(tmp_path / "a.json")
     assert main(["bench", "show", str(tmp_path / "a.json")]) == 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
+import jax
 import numpy as np
 import pytest
 
 from lora_moe_jax.bench import arrays, layer, roofline
 from lora_moe_jax.bench.kernel_cases import LAYER_TOKENS, PRODUCT_CASES, AttentionCase
 from lora_moe_jax.bench.peers import PEERS
-from lora_moe_jax.bench.roofline import Active, Work
+from lora_moe_jax.bench.report import this_environment
+from lora_moe_jax.bench.roofline import H200, Active, Ceilings, Work
 from pallas_kernels.shapes import DEEPSEEK_V3_EP8, EXPERT_SHAPES, QWEN3_30B_A3B, ProductShape
 from tests.bench.fakes import TINY
 
@@ -25,7 +28,19 @@ SMALL = ProductShape("small", 4, 8, 6, (2, 4))
 @pytest.mark.parametrize(("case", "expected"), list(zip(PRODUCT_CASES, PRODUCT_US, strict=True)))
 def test_products(case, expected):
     active = arrays.random_rows(case.shape.groups, case.rows, 0).active
-    assert round(1e6 * roofline.product(case.shape, case.rows, active).seconds) == expected
+    work = roofline.product(case.shape, case.rows, active)
+    assert round(1e6 * work.seconds_of(H200)) == expected
+
+
+def test_a_card_has_ceilings_of_its_own(monkeypatch):
+    work = Work(2e12, 3e9)
+    assert work.seconds == 2e12 / 790e12  # of a CPU there are none: an H200's
+    device = jax.devices()[0]
+    card = types.SimpleNamespace(device_kind="a card", platform=device.platform)
+    monkeypatch.setattr(jax, "devices", lambda: [card])
+    monkeypatch.setitem(roofline.OTHERS, "a card", Ceilings(1e15, 1e12))
+    assert work.seconds == 3e9 / 1e12
+    assert this_environment().roofline_bytes_per_second == 1e12
 
 
 def test_product_by_hand():
@@ -66,7 +81,7 @@ def test_layer_by_hand():
     weights, factors = 3 * 2048 * 768, 3 * 32 * (2048 + 768)
     assert work.bytes == 2 * (8 * (weights + factors) + 2 * 2048 + 8 * 768)
     assert work.flops == 2 * 8 * (weights + factors)
-    assert round(1e6 * work.seconds, 1) == 18.6
+    assert round(1e6 * work.seconds_of(H200), 1) == 18.6
 
 
 @pytest.mark.parametrize("shape", list(LAYER_US), ids=lambda shape: shape.name)
@@ -75,7 +90,7 @@ def test_layer_routings_are_the_work_of_the_peers(shape):
         peer = PEERS[shape.name, tokens]
         assert peer.roofline == pytest.approx(expected, abs=0.51)
         layers = layer.comparable_routings(shape, tokens, layer.RANK, peer.roofline)
-        floor = 1e6 * layer.mean_roofline(shape, layers, layer.RANK)
+        floor = 1e6 * layer.mean_roofline(shape, layers, layer.RANK, H200)
         assert floor == pytest.approx(expected, rel=0.02)
         assert len({routing.experts.tobytes() for routing in layers}) > 1
 
