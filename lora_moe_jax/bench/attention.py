@@ -104,10 +104,12 @@ def _program(case: AttentionCase) -> Program:
 
     options = dict(scale=case.key_width**-0.5)
     if case.kv_heads:
+        options["sliding_window"] = case.window
+        options["sinks"] = arrays.normal(3, case.heads) if case.sinks else None
         inputs = queries(0, case.key_width), cache(1, case.key_width), cache(2, case.value_width)
 
         def attend(q, k, v, view):
-            return paged_attention(q, k, v, view, sliding_window=case.window, **options)
+            return paged_attention(q, k, v, view, **options)
 
         if not case.gradients:
             return program(attend, *inputs, view)

@@ -137,6 +137,7 @@ class AttentionCase:
       tokens: how many each request has in the batch: 1, or its whole context.
       bound: which ceiling `must` and `aim` are shares of: "bandwidth" or "products".
       gradients: of whole contexts of grouped heads, not the result.
+      sinks: grouped heads have them.
     """
 
     name: str
@@ -154,6 +155,7 @@ class AttentionCase:
     page: int = 64
     window: int | None = None
     gradients: bool = False
+    sinks: bool = False
 
     @property
     def work(self) -> Work:
@@ -179,7 +181,7 @@ _PRODUCTS = dict(bound="products", must=400 / 790, aim=560 / 790)
 _LATENT = dict(model=DEEPSEEK_V3, heads=128, kv_heads=0, key_width=576, value_width=512)
 _LITE = _LATENT | dict(model=DEEPSEEK_V2_LITE, heads=16)
 _QWEN = dict(model=QWEN3_30B_A3B, heads=32, kv_heads=4, key_width=128, value_width=128)
-_GPT = dict(model=GPT_OSS_20B, heads=64, kv_heads=8, key_width=64, value_width=64)
+_GPT = dict(model=GPT_OSS_20B, heads=64, kv_heads=8, key_width=64, value_width=64, sinks=True)
 _WHOLE = dict(requests=2, context=4096, tokens=4096) | _PRODUCTS
 _GRADIENTS = _WHOLE | dict(requests=1, must=265 / 790, aim=400 / 790, gradients=True)
 ATTENTION_CASES: tuple[AttentionCase, ...] = (

@@ -55,6 +55,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads v_width"]:
     """Each token attends to positions 0..its own of its request (the last `sliding_window` only).
@@ -68,18 +69,25 @@ def paged_attention(
 
     Differentiable with respect to q and the pages where the batch holds whole sequences, positions
     from 0 on: training. The gradient has the same exactness and isolation. With "mosaic_gpu" it is
-    kernels for bfloat16 heads of 64 or 128; otherwise plain JAX, whatever the implementation.
+    kernels for bfloat16 heads of 64 or 128 without sinks; otherwise plain JAX, whatever the
+    implementation.
 
     Args:
+      sinks: a logit of each head that is one more score of each of its tokens, and adds no value
+        (gpt-oss); as it is, not scaled. It has no gradient.
       implementation: "xla", "mosaic_gpu" (Hopper) or "mosaic_tpu" (which has run in the interpreter
         alone). None: what the platform has where it serves widths, heads and pages, else "xla".
         Their bits differ.
 
     Raises:
+      ValueError: sinks that are not one for each head.
       NotImplementedError: an implementation that cannot serve these shapes.
     """
-    backend = _choose_backend(implementation, "check_grouped", q, k_pages, v_pages, view)
-    return differentiable.paged_attention(backend, scale, sliding_window, q, k_pages, v_pages, view)
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks must be one for each of {q.shape[1]} heads, got {sinks.shape}")
+    arguments = q, k_pages, v_pages, view, sinks
+    backend = _choose_backend(implementation, "check_grouped", *arguments)
+    return differentiable.paged_attention(backend, scale, sliding_window, *arguments)
 
 
 def paged_latent_attention(

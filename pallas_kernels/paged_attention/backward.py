@@ -34,12 +34,13 @@ class Tiles(NamedTuple):
     length: jax.Array
 
 
-def attention_gradients(q, k, v, out, dout, view, scale, sliding_window):
+def attention_gradients(q, k, v, out, dout, view, scale, sliding_window, sinks):
     """dq, dk, dv of a batch of whole sequences, float32 (or float64).
 
     Args:
       q, out, dout: [T, H, D], [T, H, V], [T, H, V]. k, v: [T, G, D], [T, G, V], of the tokens.
       view: the batch's `PageView`; only requests and positions matter.
+      sinks: [H] or None.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     tiles = cut(view, TILE)
@@ -75,8 +76,11 @@ def attention_gradients(q, k, v, out, dout, view, scale, sliding_window):
         higher = jnp.maximum(maximum, s.max(-1))
         return higher, total * jnp.exp(maximum - higher) + jnp.exp(s - higher[..., None]).sum(-1)
 
-    lowest = jnp.full(delta.shape, jnp.finfo(dtype).min, dtype)
-    maximum, total = lax.fori_loop(0, distances, normaliser, (lowest, jnp.zeros_like(lowest)))
+    lowest, none = jnp.full(delta.shape, jnp.finfo(dtype).min, dtype), jnp.zeros_like(delta)
+    if sinks is not None:
+        lowest = jnp.broadcast_to(sinks.astype(dtype).reshape(*delta.shape[1:3], 1), delta.shape)
+        none = jnp.ones_like(delta)
+    maximum, total = lax.fori_loop(0, distances, normaliser, (lowest, none))
     log_total = maximum + jnp.log(total)
 
     def gradients(distance, carry):

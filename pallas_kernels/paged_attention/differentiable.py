@@ -41,23 +41,24 @@ write_pages.defvjp(_write_forward, _write_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def paged_attention(
-    backend: ModuleType, scale: float, sliding_window: int | None, q, k_pages, v_pages, view
+    backend: ModuleType, scale: float, sliding_window: int | None, q, k_pages, v_pages, view, sinks
 ):
     """See `api.paged_attention`."""
-    return backend.paged_attention(q, k_pages, v_pages, view, scale, sliding_window)
+    return backend.paged_attention(q, k_pages, v_pages, view, scale, sliding_window, sinks)
 
 
-def _forward(backend, scale, sliding_window, q, k_pages, v_pages, view):
-    out = kept(paged_attention(backend, scale, sliding_window, q, k_pages, v_pages, view))
-    return out, (q, k_pages, v_pages, view, out)
+def _forward(backend, scale, sliding_window, *arguments):
+    out = kept(paged_attention(backend, scale, sliding_window, *arguments))
+    return out, (*arguments, out)
 
 
 def _backward(backend, scale, sliding_window, saved, dout):
-    q, k_pages, v_pages, view, out, dout = jax.tree.map(jnp.asarray, (*saved, dout))
+    q, k_pages, v_pages, view, sinks, out, dout = jax.tree.map(jnp.asarray, (*saved, dout))
     k, v = xla.read_pages(k_pages, view), xla.read_pages(v_pages, view)
     gradients = getattr(backend, "attention_gradients", attention_gradients)
-    dq, dk, dv = gradients(q, k, v, out, dout, view, scale, sliding_window)
-    return dq.astype(q.dtype), _as_pages(dk, k_pages, view), _as_pages(dv, v_pages, view), None
+    dq, dk, dv = gradients(q, k, v, out, dout, view, scale, sliding_window, sinks)
+    dk, dv = _as_pages(dk, k_pages, view), _as_pages(dv, v_pages, view)
+    return dq.astype(q.dtype), dk, dv, None, None
 
 
 paged_attention.defvjp(_forward, _backward)
@@ -84,7 +85,8 @@ def _latent_backward(backend, scale, saved, dout):
     latent, rope = xla.read_pages(latent_pages, view), xla.read_pages(rope_pages, view)
     width = latent.shape[-1]
     q, k = jnp.concatenate([q_latent, q_rope], -1), jnp.concatenate([latent, rope], -1)
-    dq, dk, dv = attention_gradients(q, k[:, None], latent[:, None], out, dout, view, scale, None)
+    k, v = k[:, None], latent[:, None]
+    dq, dk, dv = attention_gradients(q, k, v, out, dout, view, scale, None, None)
     dlatent, dq = dk[:, 0, :width] + dv[:, 0], dq.astype(q.dtype)
     return (
         dq[..., :width],

@@ -21,6 +21,8 @@ runs of splits, as many as there are programs; they store each split's sums, and
 joins them. Both do the same to a row, so bits do not depend on which it is, either. A tile that
 sees one split has its result from the program that has it.
 
+A sink is a score without a value: joining begins with it in place of nothing.
+
 With many columns of values (latents) two warpgroups have half of O's columns each, and take blocks
 in pairs (`gpu_partners.py`). They keep the sums before a split in memory.
 """
@@ -43,17 +45,21 @@ from pallas_kernels.paged_attention.gpu_consumer import Consumer
 from pallas_kernels.paged_attention.gpu_join import join_kernel
 from pallas_kernels.paged_attention.gpu_partners import Partner
 from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, ROWS, Sizes
-from pallas_kernels.paged_attention.gpu_splits import memory_before, memory_of_sums
+from pallas_kernels.paged_attention.gpu_splits import (
+    memory_before,
+    memory_of_sums,
+    sinks_of_rows,
+)
 from pallas_kernels.paged_attention.gpu_units import Loader, unit_at
 from pallas_kernels.paged_attention.tiles import first_of_tile, split_runs, token_tiles
 
 
-def attention_kernel(sizes: Sizes, q, caches, view):
+def attention_kernel(sizes: Sizes, q, caches, view, sinks=None):
     """Attends.
 
     Args:
       q: [T, H, columns of all keys]. caches: [P, page, heads of the cache, columns], one for each
-        of the sizes' lines.
+        of the sizes' lines. sinks: [H] where the sizes say so.
 
     Returns:
       [T, H, columns of the values] in q's dtype.
@@ -92,9 +98,10 @@ def attention_kernel(sizes: Sizes, q, caches, view):
     )
     # One axis for all positions: with pages, a copy would have more axes than the engine takes.
     caches = (cache.reshape(-1, *cache.shape[2:]) for cache in caches)
-    y, *rest = kernel(*tiles, view.page_tables, q, *caches)
+    sinks = (sinks_of_rows(s, sinks),) if s.sinks else ()
+    y, *rest = kernel(*tiles, view.page_tables, q, *caches, *sinks)
     if s.spread:
-        y = join_kernel(s, view, first_of_tile(view, s.unit), y, *rest)
+        y = join_kernel(s, view, first_of_tile(view, s.unit), y, *rest, *sinks)
     y = y[..., : s.value_lines * LINE]
     if not (s.spread or s.boxes):
         y = y.reshape(s.parts, s.tokens, s.group, -1).swapaxes(0, 1)
@@ -157,7 +164,8 @@ def _body(
     *refs,
     **scratch,
 ):
-    caches, results = refs[:cache_count], refs[cache_count:]
+    caches, results = refs[:cache_count], refs[cache_count + sizes.sinks :]
+    sinks = refs[cache_count] if sizes.sinks else None
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     wait_for_kernels_before(sizes.tokens)
     units = count[0] * sizes.parts
@@ -177,7 +185,7 @@ def _body(
             drain(empty, steps, sizes.stages)
 
     for number in range(sizes.warpgroups):
-        consumer = kind(number, sizes, one_split, q, results, **scratch)
+        consumer = kind(number, sizes, one_split, q, sinks, results, **scratch)
 
         @pl.when(warpgroup == number)
         def _compute(consumer=consumer):

@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention.gpu_splits import (
     no_sums_to_join,
     store_numbers,
     store_split,
+    sums_of_sinks,
 )
 from pallas_kernels.paged_attention.gpu_units import Unit, stage_of, tile_of
 
@@ -36,6 +37,7 @@ class Consumer:
         sizes: Sizes,
         one_split: bool,
         q,
+        sinks,
         results,
         q_stage,
         stages,
@@ -49,7 +51,8 @@ class Consumer:
     ):
         self.tile, self.part = divmod(number, sizes.consumers)
         self.sizes, self.one_split = sizes, one_split
-        self.q, self.y, self.memory, self.partial = q, results[0], results[1:], partial
+        self.q, self.sinks = q, sinks
+        self.y, self.memory, self.partial = results[0], results[1:], partial
         views = views_of(q_stage[self.tile], 2, 2, interpreted=sizes.interpreted)
         (self.q_load, self.q_stage), (self.out_store, self.out) = views
         self.stages, self.weights = stages, weights and weights[self.tile]
@@ -79,9 +82,9 @@ class Consumer:
         if self.one_split:
             start = no_sums(s), step
             sums, step = lax.fori_loop(unit.first_round, unit.end_round, attend, start)
-            sums = self.whole(sums)
+            sums = self.after_sink(tile, self.whole(sums))
         else:
-            start = None if s.spread else no_sums(s), step
+            start = None if s.spread else self.before_splits(tile), step
             sums, step = lax.fori_loop(unit.first_split, unit.end_split, attend_split, start)
         if s.spread:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -94,6 +97,16 @@ class Consumer:
         """The sums with totals over the blocks of all consumers."""
         return sums
 
+    def before_splits(self, tile: Unit) -> Sums:
+        """What joining begins with: the rows' sinks, if they have any."""
+        if self.sinks is None:
+            return no_sums(self.sizes)
+        return sums_of_sinks(self.sizes, self.sinks.at[tile.part])
+
+    def after_sink(self, tile: Unit, sums: Sums) -> Sums:
+        """The sums of a row's only split, joined with its sink if it has one."""
+        return sums if self.sinks is None else join_split(self.before_splits(tile), sums)
+
     def store_split(self, unit: Unit, split, sums: Sums):
         store_split(self.sizes, unit, split, sums, self.memory, self.partial)
 
@@ -101,7 +114,7 @@ class Consumer:
         """The result of a tile that sees no other split, and word of it for who joins."""
         if self.part == 0:
             store_numbers(self.sizes, unit, split, no_sums_to_join(), self.memory)
-        self.store(tile, sums)
+        self.store(tile, self.after_sink(tile, sums))
 
     def join_split(self, unit: Unit, split, before: Sums, sums: Sums) -> Sums:
         """The sums up to the end of a split."""

@@ -23,13 +23,15 @@ from pallas_kernels.paged_attention.gpu_gradients_q import query_gradients
 WIDTHS = (64, 128)
 
 
-def attention_gradients(q, k, v, out, dout, view, scale, sliding_window, *, interpreted=False):
+def attention_gradients(
+    q, k, v, out, dout, view, scale, sliding_window, sinks, *, interpreted=False
+):
     """dq, dk, dv of a batch of whole sequences: see `backward.attention_gradients`.
 
     In q's dtype where the kernels serve; what they cannot, plain JAX does.
     """
-    arguments = q, k, v, out, dout, view, scale, sliding_window
-    if not _serves(q, k, v, scale):
+    arguments = q, k, v, out, dout, view, scale, sliding_window, sinks
+    if sinks is not None or not _serves(q, k, v, scale):
         return backward.attention_gradients(*arguments)
     tiles = backward.cut(view, TILE)
     dout = dout.astype(q.dtype)

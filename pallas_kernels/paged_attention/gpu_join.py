@@ -22,7 +22,8 @@ from pallas_kernels.paged_attention.gpu_sizes import ROWS, Sizes
 
 AHEAD = 16  # splits that are loaded together: each load takes longer than a join
 THREADS = 128
-NOTHING_TO_JOIN = -1.0  # in place of a row's total
+NOTHING_TO_JOIN = -1.0  # in place of a row's total, with
+ABOVE_ALL = 1e38  # in place of its maximum: a sink before it counts nothing
 
 
 def factors(maximum, maximum_of_split):
@@ -44,7 +45,7 @@ def mean(sums, total):
     return jnp.where(total > 0, sums / total, jnp.zeros_like(sums)) + 0.0
 
 
-def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals):
+def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals, *sinks):
     """Joins what the programs of a spread sequence have stored.
 
     Args:
@@ -54,6 +55,7 @@ def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals):
       sums: float32 [parts, splits, T x rows of sums, columns in whole 128]; splits are counted from
         the first that the tile sees.
       maxima, totals: float32 [parts, splits, T x 64].
+      sinks: those of `gpu_splits.sinks_of_rows` where the sizes say so.
 
     Returns:
       [T, H, columns of sums].
@@ -70,10 +72,12 @@ def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals):
         ),
         kernel_name=f"{s.name()}_join",
     )
-    return kernel(view.request, view.positions, first_of_tile, found, sums, maxima, totals)
+    numbers = view.request, view.positions, first_of_tile
+    return kernel(*numbers, found, sums, maxima, totals, *sinks)
 
 
-def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, totals, y):
+def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, totals, *refs):
+    *sinks, y = refs
     s, columns = sizes, y.shape[-1]
     token, head = lax.axis_index("token"), lax.axis_index("head")
     wait_for_kernels_before(sizes.tokens)
@@ -114,7 +118,8 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
             )
         return state
 
-    start = vector(0.0), vector(-jnp.inf), vector(0.0)
+    sink, weight = (sinks[0][part, member], 1.0) if sinks else (-jnp.inf, 0.0)
+    start = vector(0.0), vector(sink), vector(weight)
     times = lax.div(end - begin + (AHEAD - 1), jnp.int32(AHEAD))
     all_sums, _, total = lax.fori_loop(0, times, join, start)
     place = (token, head) if s.boxes else (part, token * s.group + member)

@@ -47,6 +47,7 @@ class Sizes:
       spread: several programs share a sequence: they store partial sums of this many splits at
         most. 0: a program has all of it.
       tiles: tiles of 64 rows in a unit, each with a consumer of its own.
+      sinks: whether each head has a score that no position has.
     """
 
     tokens: int
@@ -63,6 +64,7 @@ class Sizes:
     split: int = SPLIT
     spread: int = 0
     tiles: int = 1
+    sinks: bool = False
 
     @property
     def units_of_head(self) -> int:
@@ -211,10 +213,11 @@ class Sizes:
         columns = f"k{self.key_lines * LINE}_v{self.value_lines * LINE}"
         tiles = f"_x{self.tiles}" if self.tiles > 1 else ""
         spread = "_spread" if self.spread else ""
-        return f"paged_attention_h{self.heads}_g{self.kv_heads}_{columns}{tiles}{spread}"
+        sinks = "_sinks" if self.sinks else ""
+        return f"paged_attention_h{self.heads}_g{self.kv_heads}_{columns}{sinks}{tiles}{spread}"
 
 
-def grouped_sizes(q, k_pages, v_pages, scale, window, interpreted=False) -> Sizes:
+def grouped_sizes(q, k_pages, v_pages, scale, window, sinks, interpreted=False) -> Sizes:
     """Of `api.paged_attention`."""
     keys, values = k_pages.shape[3] // LINE, v_pages.shape[3] // LINE
     sizes = Sizes(
@@ -228,6 +231,7 @@ def grouped_sizes(q, k_pages, v_pages, scale, window, interpreted=False) -> Size
         window=window,
         scale=scale,
         interpreted=interpreted,
+        sinks=sinks,
     )
     return sizes.with_its_split().with_two_tiles()
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.store import store_rows
-from pallas_kernels.paged_attention.gpu_join import NOTHING_TO_JOIN, factors, joined
+from pallas_kernels.paged_attention.gpu_join import ABOVE_ALL, NOTHING_TO_JOIN, factors, joined
 from pallas_kernels.paged_attention.gpu_sizes import LINE, ROWS, Sizes
 from pallas_kernels.paged_attention.gpu_units import Unit
 
@@ -43,12 +45,27 @@ def no_sums(sizes: Sizes) -> Sums:
     )
 
 
+def sinks_of_rows(sizes: Sizes, sinks):
+    """[parts, 64]: the sink of each row of a part's tiles, scaled for powers of two."""
+    s = sizes
+    member = np.arange(ROWS) % s.group
+    return sinks.astype(jnp.float32).reshape(s.parts, s.group)[:, member] * math.log2(math.e)
+
+
+def sums_of_sinks(sizes: Sizes, sinks) -> Sums:
+    """Of the rows of a tile, whose sinks are given [64]: each has the weight 1, and no values."""
+    of_row = plgpu.Layout.WGMMA.reduce(1)
+    maximum = plgpu.load(sinks, layout=of_row, optimized=False)
+    total = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), of_row)
+    return no_sums(sizes)._replace(maximum=plgpu.layout_cast(maximum, of_row), total=total)
+
+
 def no_sums_to_join() -> Sums:
-    """Numbers of rows that have their results: a total that no weights have."""
+    """Numbers of rows that have their results: a total that no weights have, of all that counts."""
     of_row = plgpu.Layout.WGMMA.reduce(1)
     maximum, total = (
         plgpu.layout_cast(jnp.full((ROWS,), number, jnp.float32), of_row)
-        for number in (0.0, NOTHING_TO_JOIN)
+        for number in (ABOVE_ALL, NOTHING_TO_JOIN)
     )
     return Sums(maximum, total, ())
 

@@ -28,11 +28,11 @@ MIN_PAGE = 8  # positions: the tensor core's unit
 MAX_VALUE_LINES = 2 * LINES_OF_CONSUMER  # of two warpgroups
 
 
-def check_grouped(q, k_pages, v_pages, view):
+def check_grouped(q, k_pages, v_pages, view, sinks):
     """Raises NotImplementedError if the kernel cannot serve these shapes."""
     del view  # any tables
     _check_arrays(q=q, k_pages=k_pages, v_pages=v_pages)
-    _check_sizes(gpu_sizes.grouped_sizes(q, k_pages, v_pages, 1.0, None))
+    _check_sizes(gpu_sizes.grouped_sizes(q, k_pages, v_pages, 1.0, None, sinks is not None))
 
 
 def check_latent(q_latent, q_rope, latent_pages, rope_pages, view):
@@ -44,11 +44,12 @@ def check_latent(q_latent, q_rope, latent_pages, rope_pages, view):
     _check_sizes(gpu_sizes.latent_sizes(q_latent, latent_pages, rope_pages, 1.0))
 
 
-def paged_attention(q, k_pages, v_pages, view, scale, sliding_window):
+def paged_attention(q, k_pages, v_pages, view, scale, sliding_window, sinks):
     """See `api.paged_attention`."""
-    check_grouped(q, k_pages, v_pages, view)
-    sizes = gpu_sizes.grouped_sizes(q, k_pages, v_pages, scale, sliding_window)
-    return attention_kernel(sizes, q, (k_pages, v_pages), view)
+    check_grouped(q, k_pages, v_pages, view, sinks)
+    static = scale, sliding_window, sinks is not None
+    sizes = gpu_sizes.grouped_sizes(q, k_pages, v_pages, *static)
+    return attention_kernel(sizes, q, (k_pages, v_pages), view, sinks)
 
 
 def paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale):
@@ -81,5 +82,7 @@ def _check_sizes(sizes: Sizes):
         refuse(
             f"values must have at most {MAX_VALUE_LINES * LINE} columns, an even number of {LINE}s"
         )
+    if sizes.sinks and sizes.consumers > 1:
+        refuse(f"with sinks values must have at most {LINES_OF_CONSUMER * LINE} columns")
     if sizes.stages < MIN_STAGES:
         refuse("two blocks of keys and values do not fit into shared memory")

@@ -11,12 +11,13 @@ from pallas_kernels.paged_attention.tpu_attention import attention_kernel
 DTYPES = (jnp.bfloat16, jnp.float32)
 
 
-def check_grouped(q, k_pages, v_pages, view):
+def check_grouped(q, k_pages, v_pages, view, sinks):
     """Raises NotImplementedError for widths, heads and pages that the kernel cannot serve.
 
     Not for more tokens or requests than scalar memory has room for: what serves a model must not
     differ from step to step, or its bits would.
     """
+    del sinks  # any
     _check_arrays(q=q, k_pages=k_pages, v_pages=v_pages)
     device = current_device()
     tpu_sizes.grouped_sizes(q, k_pages, v_pages, view, 1.0, None, device).check()
@@ -31,16 +32,16 @@ def check_latent(q_latent, q_rope, latent_pages, rope_pages, view):
     tpu_sizes.latent_sizes(q_latent, latent_pages, rope_pages, view, 1.0, device).check()
 
 
-def paged_attention(q, k_pages, v_pages, view, scale, sliding_window):
+def paged_attention(q, k_pages, v_pages, view, scale, sliding_window, sinks):
     """See `api.paged_attention`."""
-    check_grouped(q, k_pages, v_pages, view)
+    check_grouped(q, k_pages, v_pages, view, sinks)
     device = current_device()
     sizes = tpu_sizes.grouped_sizes(q, k_pages, v_pages, view, scale, sliding_window, device)
     sizes.check_tables()
     caches = k_pages, v_pages
     if sizes.kv_heads == 1:
         caches = tuple(pages[:, :, 0] for pages in caches)
-    return attention_kernel(sizes, (q,), caches, view, device)
+    return attention_kernel(sizes, (q,), caches, view, device, sinks)
 
 
 def paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale):

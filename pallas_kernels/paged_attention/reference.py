@@ -18,7 +18,7 @@ def gather_positions(pages, view, token):
     return flat[where]
 
 
-def paged_attention(q, k_pages, v_pages, view, *, scale, sliding_window=None):
+def paged_attention(q, k_pages, v_pages, view, *, scale, sliding_window=None, sinks=None):
     """Same as the public function, in float64."""
     q = np.asarray(q, np.float64)
     group = q.shape[1] // k_pages.shape[2]
@@ -30,7 +30,9 @@ def paged_attention(q, k_pages, v_pages, view, *, scale, sliding_window=None):
         first = max(0, len(k) - sliding_window) if sliding_window else 0
         for head in range(q.shape[1]):
             scores = k[first:, head // group] @ q[token, head] * scale
-            out[token, head] = _softmax(scores) @ v[first:, head // group]
+            others = [] if sinks is None else [sinks[head]]
+            weights = _softmax(np.append(scores, others))[: len(scores)]
+            out[token, head] = weights @ v[first:, head // group]
     return out
 
 

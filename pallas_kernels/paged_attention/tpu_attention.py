@@ -39,12 +39,13 @@ from pallas_kernels.paged_attention.tiles import TILE_WORDS, token_tiles
 from pallas_kernels.paged_attention.tpu_sizes import BLOCK, Sizes
 
 
-def attention_kernel(sizes: Sizes, queries, caches, view, device: Device):
+def attention_kernel(sizes: Sizes, queries, caches, view, device: Device, sinks=None):
     """Attends.
 
     Args:
       queries: one [T, H, columns] for each of the caches that hold keys.
       caches: [P, page, heads of the cache, columns] each; without the heads' axis if there is one.
+      sinks: [H], or None. Sums begin with them: scores without values.
 
     Returns:
       [T, H, columns of the values] in the queries' dtype.
@@ -57,6 +58,7 @@ def attention_kernel(sizes: Sizes, queries, caches, view, device: Device):
         return jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
 
     queries = [by_cache_head(q) for q in queries]
+    sinks = [] if sinks is None else [_over_lanes(s, sinks)]
     dtype = queries[0].dtype
     of_token = (s.kv_heads, s.rows_of_token)
     state = (s.kv_heads, s.height * s.rows_of_token)
@@ -74,12 +76,15 @@ def attention_kernel(sizes: Sizes, queries, caches, view, device: Device):
     positions = s.table_columns * s.page  # as many as there may be: a guess at the longest
     width = sum(q.shape[3] for q in queries) + s.value_width
     kernel = pl.pallas_call(
-        functools.partial(_body, s, len(queries)),
+        functools.partial(_body, s, len(queries), len(caches)),
         out_shape=jax.ShapeDtypeStruct((s.tokens, *of_token, s.value_width), dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(device.cores,),
-            in_specs=[pl.BlockSpec(memory_space=HBM)] * (len(queries) + 2),
+            in_specs=[
+                *[pl.BlockSpec(memory_space=HBM)] * (len(queries) + len(caches)),
+                *[pl.BlockSpec(memory_space=pltpu.VMEM)] * len(sinks),
+            ],
             out_specs=pl.BlockSpec(memory_space=HBM),
             scratch_shapes=[scratch],
         ),
@@ -96,14 +101,24 @@ def attention_kernel(sizes: Sizes, queries, caches, view, device: Device):
         ),
         name=s.name(),
     )
-    y = kernel(*token_tiles(view, s.height), view.page_tables.reshape(-1), *queries, *caches)
+    tables = *token_tiles(view, s.height), view.page_tables.reshape(-1)
+    y = kernel(*tables, *queries, *caches, *sinks)
     return y[:, :, : s.group].reshape(s.tokens, s.heads, s.value_width)
 
 
-def _body(sizes: Sizes, query_count, count, words, page_tables, *refs):
+def _over_lanes(sizes: Sizes, sinks):
+    """float32 [heads of the cache, rows of a token, 128], scaled for powers of two."""
+    s = sizes
+    sinks = sinks.astype(jnp.float32).reshape(s.kv_heads, s.group, 1) * math.log2(math.e)
+    sinks = jnp.pad(sinks, ((0, 0), (0, s.rows_of_token - s.group), (0, 0)))
+    return jnp.broadcast_to(sinks, (s.kv_heads, s.rows_of_token, LANES))
+
+
+def _body(sizes: Sizes, query_count, cache_count, count, words, page_tables, *refs):
     *refs, y, scratch = refs
-    queries, caches = refs[:query_count], refs[query_count:]
-    kernel = _Kernel(sizes, count[0], words, page_tables, queries, caches, y, **scratch)
+    queries, refs = refs[:query_count], refs[query_count:]
+    arrays = queries, refs[:cache_count], refs[cache_count:]
+    kernel = _Kernel(sizes, count[0], words, page_tables, *arrays, y, **scratch)
     kernel.run(pl.program_id(0), pl.num_programs(0))
 
 
@@ -135,6 +150,7 @@ class _Kernel:
         page_tables,
         queries,
         caches,
+        sinks,
         y,
         *,
         q_stages,
@@ -149,7 +165,7 @@ class _Kernel:
     ):
         self.sizes, self.count = sizes, count
         self.tile_words, self.page_tables = words, page_tables
-        self.queries, self.caches, self.y = queries, caches, y
+        self.queries, self.caches, self.sinks, self.y = queries, caches, sinks, y
         self.q_stages, self.q_arrived = q_stages, q_arrived
         self.rings, self.arrived = rings, arrived
         self.maximum, self.total, self.sums = maximum, total, sums
@@ -324,11 +340,19 @@ class _Kernel:
     def clear(self, tile: _Tile):
         def window(token, tokens):
             rows = self.rows(token, tokens)
-            for ref, value in (self.maximum, -jnp.inf), (self.total, 0.0), (self.sums, 0.0):
-                for head in range(self.sizes.kv_heads):
+            for head in range(self.sizes.kv_heads):
+                maximum, total = self.beginning(head, tokens)
+                for ref, value in ((self.maximum, maximum), (self.total, total), (self.sums, 0.0)):
                     ref[head, rows, :] = jnp.full((rows.size, ref.shape[2]), value, jnp.float32)
 
         self.by_window(tile, lambda each: each(window))
+
+    def beginning(self, head, tokens):
+        """The maximum and the total of a head's rows before they see a position."""
+        if not self.sinks:
+            return -jnp.inf, 0.0
+        (sinks,) = self.sinks
+        return jnp.concatenate([sinks[head]] * tokens), 1.0
 
     def attend(self, tile: _Tile, block, stage, buffer):
         s = self.sizes

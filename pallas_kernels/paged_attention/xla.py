@@ -35,10 +35,12 @@ def _slot_of_token(pages, view):
     return jnp.where(in_table, slot, pages.shape[0] * page_size)
 
 
-def paged_attention(q, k_pages, v_pages, view, scale, sliding_window):
+def paged_attention(q, k_pages, v_pages, view, scale, sliding_window, sinks):
     tokens, heads, width = q.shape
     kv_heads = k_pages.shape[2]
-    q = q.reshape(tokens, kv_heads, heads // kv_heads, width)
+    by_head = kv_heads, heads // kv_heads
+    q = q.reshape(tokens, *by_head, width)
+    sinks = None if sinks is None else sinks.reshape(by_head)
 
     def scores(q_tile, where):
         return _batched("tkgd,tpkd->tkgp", q_tile[0], _take(k_pages, where))
@@ -48,7 +50,8 @@ def paged_attention(q, k_pages, v_pages, view, scale, sliding_window):
         v = jnp.where(visible[:, :, None, None], v, 0)
         return _batched("tkgp,tpkd->tkgd", weights, v)
 
-    out = _attend((q,), view, k_pages, v_pages.shape[-1], scores, values, scale, sliding_window)
+    functions = scores, values, scale, sliding_window, sinks
+    out = _attend((q,), view, k_pages, v_pages.shape[-1], *functions)
     return out.reshape(tokens, heads, -1).astype(q.dtype)
 
 
@@ -64,12 +67,15 @@ def paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, sca
         return _batched("thp,tpc->thc", weights, latent)
 
     width = q_latent.shape[-1]
-    out = _attend((q_latent, q_rope), view, latent_pages, width, scores, values, scale, None)
+    out = _attend((q_latent, q_rope), view, latent_pages, width, scores, values, scale, None, None)
     return out.astype(q_latent.dtype)
 
 
-def _attend(queries, view, pages, width, scores, values, scale, sliding_window):
-    """Runs the tiles; `scores` and `values` know the form of the cache."""
+def _attend(queries, view, pages, width, scores, values, scale, sliding_window, sinks):
+    """Runs the tiles; `scores` and `values` know the form of the cache.
+
+    A sink is a score without a value, so sums begin with it.
+    """
     tokens, *head_shape, _ = queries[0].shape
     pad = -tokens % TOKEN_TILE
     queries = tuple(_pad(q, pad) for q in queries)
@@ -102,8 +108,8 @@ def _attend(queries, view, pages, width, scores, values, scale, sliding_window):
             return new_maximum, total, acc
 
         carry = (
-            jnp.full((TOKEN_TILE, *head_shape), -jnp.inf, dtype),
-            jnp.zeros((TOKEN_TILE, *head_shape), dtype),
+            jnp.full((TOKEN_TILE, *head_shape), -jnp.inf if sinks is None else sinks, dtype),
+            jnp.full((TOKEN_TILE, *head_shape), 0 if sinks is None else 1, dtype),
             jnp.zeros((TOKEN_TILE, *head_shape, width), dtype),
         )
         blocks = jnp.max(last) // KV_BLOCK + 1

@@ -228,7 +228,19 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
             q, q_rope, latent, rope, PageView(*view), scale=0.1, implementation="mosaic_gpu"
         )
 
+    def attention_with_sinks(window, q, k, v, sinks, *view):
+        """Of gpt-oss, whose layers have a window in turns."""
+        return paged_attention(
+            q, k, v, PageView(*view),
+            scale=0.1, sliding_window=window, sinks=sinks, implementation="mosaic_gpu",
+        )  # fmt: skip
+
     few = number(8), number(8), number(8, 256)
+    cache, sinks = array(1024, 16, 8, 64), array(64)
+    function = functools.partial(attention_with_sinks, 128)
+    yield "attention with sinks", function, (array(tokens, 64, 64), cache, cache, sinks, *view)
+    function = functools.partial(attention_with_sinks, None)
+    yield "attention of few with sinks", function, (array(8, 64, 64), cache, cache, sinks, *few)
     cache = array(1024, 16, 4, 128)
     yield "attention", attention, (array(tokens, 32, 128), cache, cache, *view)
     yield "attention of few", attention, (array(8, 32, 128), cache, cache, *few)

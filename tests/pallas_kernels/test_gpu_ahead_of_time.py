@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 42
+CALLS = 44
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
@@ -36,6 +36,7 @@ MAY_SPILL = {  # bytes
 # Else one.
 KERNELS = {
     "attention of few": 2,
+    "attention of few with sinks": 2,
     "latent attention of few": 2,
     "narrow float32 of few": 2,
     "dense of many tokens": 2,
@@ -93,7 +94,8 @@ def test_decode():
             "gate_up gated of one token,experts of one token,narrow of one token,"
             "dense of few tokens,narrow of few tokens,"
             "layered dense of one token,layered narrow of few tokens,rotation,"
-            "attention of groups of three,attention of few,latent attention of few,"
+            "attention of groups of three,attention of few,attention of few with sinks,"
+            "latent attention of few,"
             "attention gradients of queries,attention gradients of keys,rms_norm,add_norm,"
             "choice,choice of bfloat16",
         )
@@ -107,7 +109,8 @@ def test_prefill():
             PREFILL_TOKENS,
             16,
             "gate_up gated,gate_up backward,dense of many tokens,route,"
-            "outer of parts,shrink of parts,shrink of classes,attention,latent attention",
+            "outer of parts,shrink of parts,shrink of classes,"
+            "attention,attention with sinks,latent attention",
         )
     )
 

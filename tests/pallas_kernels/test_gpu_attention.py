@@ -32,7 +32,7 @@ class Case:
     """Heads of the queries and of the cache (0: latents), widths of keys and values.
 
     `split` replaces the kernel's own size; `spread` says whether several programs share a sequence,
-    `tiles` how many tiles of a unit share its blocks.
+    `tiles` how many tiles of a unit share its blocks. `sinks`: heads have them.
     """
 
     heads: int
@@ -44,6 +44,14 @@ class Case:
     split: int = gpu_sizes.SPLIT
     spread: bool = False
     tiles: int = 1
+    sinks: bool = False
+
+    @functools.cached_property
+    def sinks_of_heads(self):
+        """Some that take most of the weight, and some that take none."""
+        if not self.sinks:
+            return None
+        return 4 * np.random.default_rng(1).standard_normal(self.heads).astype(np.float32)
 
     @functools.cached_property
     def data(self):
@@ -87,9 +95,11 @@ class Case:
         if self.kv_heads:
 
             def run(q, first, second, view):
-                sizes = gpu_sizes.grouped_sizes(q, first, second, SCALE, self.window, INTERPRETED)
+                static = SCALE, self.window, self.sinks, INTERPRETED
+                sizes = gpu_sizes.grouped_sizes(q, first, second, *static)
                 sizes = dataclasses.replace(sizes, split=self.split, tiles=self.tiles)
-                return gpu_attention.attention_kernel(sizes, q, (first, second), view)
+                sinks = jnp.asarray(self.sinks_of_heads) if self.sinks else None
+                return gpu_attention.attention_kernel(sizes, q, (first, second), view, sinks)
 
         else:
 
@@ -119,9 +129,8 @@ class Case:
     def expect(self, tokens):
         q, first, second, view = self.arguments(tokens)
         if self.kv_heads:
-            return reference.paged_attention(
-                q, first, second, view, scale=SCALE, sliding_window=self.window
-            )
+            options = dict(scale=SCALE, sliding_window=self.window, sinks=self.sinks_of_heads)
+            return reference.paged_attention(q, first, second, view, **options)
         q_latent, q_rope = q[..., : self.width], q[..., self.width :]
         return reference.paged_latent_attention(q_latent, q_rope, first, second, view, scale=SCALE)
 
@@ -129,6 +138,7 @@ class Case:
 CASES = {
     "grouped": Case(8, 2, 64, 64),
     "a window": Case(4, 1, 64, 128, page=8, window=20),
+    "sinks": Case(6, 2, 64, 64, sinks=True),
     "latents shared by two": Case(4, 0, 384, 64, page=32),
 }
 MORE_CASES = {
@@ -201,6 +211,10 @@ SPLIT_CASES = {
         Case(2, 2, 64, 64, page=64, window=70, split=64),
         [(-1, 0), (0, 132), (0, 133), (0, 134)],
     ),
+    "sinks": (
+        Case(3, 1, 64, 64, page=64, split=64, sinks=True),
+        [(0, 149), (-1, 0), (1, 63), (1, 64), (2, 8)],
+    ),
     "latents": (
         Case(2, 0, 64, 64, page=64, split=64),
         [(0, 127), (0, 128), (-1, 0)],
@@ -217,6 +231,7 @@ SPLIT_CASES = {
     [
         pytest.param("grouped", marks=pytest.mark.slow),
         pytest.param("a window", marks=pytest.mark.slow),
+        "sinks",
         pytest.param("latents", marks=pytest.mark.slow),
         "latents shared by two",
     ],
@@ -242,12 +257,16 @@ TILE_CASES = {
     "one split": Case(32, 1, 64, 64),
     "splits": Case(16, 1, 64, 64, page=64, split=64),
     "a window": Case(32, 2, 64, 128, window=20),
+    "sinks": Case(32, 1, 64, 64, sinks=True),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    ["one split", *(pytest.param(n, marks=pytest.mark.slow) for n in ("splits", "a window"))],
+    [
+        "one split",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("splits", "a window", "sinks")),
+    ],
 )
 def test_bits_do_not_depend_on_tiles_that_share_blocks(name):
     case = TILE_CASES[name]
@@ -327,7 +346,7 @@ def test_sequences_are_spread_where_programs_would_idle():
     def spread(tokens, positions, **changed):
         array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
         cache = array((9, 64, 4, 128))
-        sizes = gpu_sizes.grouped_sizes(array((tokens, 32, 128)), cache, cache, 1.0, None)
+        sizes = gpu_sizes.grouped_sizes(array((tokens, 32, 128)), cache, cache, 1.0, None, False)
         return dataclasses.replace(sizes, **changed).spread_over(positions, 132).spread
 
     assert spread(1, 4096) == 16 and spread(24, 32768) == 128
@@ -341,7 +360,7 @@ def test_tiles_share_blocks_where_there_are_many_tokens():
     def tiles(tokens, width, k_width=128):
         array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
         caches = array((9, 64, 4, k_width)), array((9, 64, 4, width))
-        sizes = gpu_sizes.grouped_sizes(array((tokens, 32, k_width)), *caches, 1.0, None)
+        sizes = gpu_sizes.grouped_sizes(array((tokens, 32, k_width)), *caches, 1.0, None, False)
         assert sizes.stages >= gpu_sizes.MIN_STAGES
         return sizes.tiles
 
@@ -369,16 +388,18 @@ def test_splits_of_latents_that_two_warpgroups_share_are_longer():
         (dict(page=24), "positions"),
         (dict(heads=200, kv_heads=2), "64 query heads"),
         (dict(v_width=576), "at most 512 columns"),
+        (dict(v_width=384, sinks=np.zeros(8, np.float32)), "with sinks .* at most 256 columns"),
     ],
 )
 def test_refusals_name_the_shapes(changed, said):
-    sizes = dict(dtype="bfloat16", heads=8, kv_heads=2, width=64, v_width=64, page=16) | changed
+    sizes = dict(dtype="bfloat16", heads=8, kv_heads=2, width=64, v_width=64, page=16, sinks=None)
+    sizes |= changed
     array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(sizes["dtype"]))
     cache = (9, sizes["page"], sizes["kv_heads"])
     q = array((3, sizes["heads"], sizes["width"]))
     k, v = array((*cache, sizes["width"])), array((*cache, sizes["v_width"]))
     with pytest.raises(NotImplementedError, match=said):
-        paged_attention(q, k, v, None, scale=1.0, implementation="mosaic_gpu")
+        paged_attention(q, k, v, None, scale=1.0, sinks=sizes["sinks"], implementation="mosaic_gpu")
 
 
 def test_unknown_implementations_are_refused():

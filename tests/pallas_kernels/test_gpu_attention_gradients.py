@@ -99,7 +99,7 @@ class Case:
         @jax.jit
         def run(q, k, v, out, dout, view):
             return attention_gradients(
-                q, k, v, out, dout, view, SCALE, self.window, interpreted=INTERPRETED
+                q, k, v, out, dout, view, SCALE, self.window, None, interpreted=INTERPRETED
             )
 
         return run
@@ -178,9 +178,13 @@ def sequence(dtype, width=64):
     return *arrays, view
 
 
-@pytest.mark.parametrize("dtype, width", [("float32", 64), ("bfloat16", 96)])
-def test_others_are_plain_jax(dtype, width):
-    arguments = *sequence(dtype, width), SCALE, 5
+@pytest.mark.parametrize(
+    "dtype, width, sinks",
+    [("float32", 64, None), ("bfloat16", 96, None), ("bfloat16", 64, np.zeros(2, np.float32))],
+    ids=["float32", "a width", "sinks"],
+)
+def test_others_are_plain_jax(dtype, width, sinks):
+    arguments = *sequence(dtype, width), SCALE, 5, sinks
     with mock.patch.object(backward, "attention_gradients", return_value="plain") as plain:
         assert attention_gradients(*arguments) == "plain"
     plain.assert_called_once_with(*arguments)
@@ -189,11 +193,12 @@ def test_others_are_plain_jax(dtype, width):
 def test_a_backend_may_have_gradients_of_its_own():
     q, k, v, _, dout, view = sequence("float32")
 
-    def gradients(q, k, v, out, dout, view, scale, window):
+    def gradients(q, k, v, out, dout, view, scale, window, sinks):
+        assert sinks is None
         return scale * out * dout, window * k, 2 * v
 
     own = SimpleNamespace(paged_attention=lambda q, *others: 3 * q, attention_gradients=gradients)
     attend = functools.partial(differentiable.paged_attention, own, SCALE, 5)
-    found = jax.vjp(lambda *arrays: attend(*arrays, view), q, k[None], v[None])[1](dout)
+    found = jax.vjp(lambda *arrays: attend(*arrays, view, None), q, k[None], v[None])[1](dout)
     for its, right in zip(found, (SCALE * 3 * q * dout, 5 * k[None], 2 * v[None]), strict=True):
         np.testing.assert_allclose(its, right, rtol=1e-6)

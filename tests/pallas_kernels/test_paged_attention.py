@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention import reference
 LENGTHS = (150, 70, 9)  # cached positions of each request: three, two and one blocks of keys
 PAGES, MAX_LENGTH = {4: 80, 16: 24, 32: 14}, 160  # pages of the cache for each page size
 HEADS, KV_HEADS, WIDTH, V_WIDTH, LATENT, ROPE = 4, 2, 12, 10, 20, 6
+SINKS = np.array([-30, 0, 5, 40], np.float32)  # that take no weight, some, most and all
 
 
 class Sequences(NamedTuple):
@@ -31,11 +32,10 @@ class Sequences(NamedTuple):
 @functools.cache
 def sequences(kind: str, dtype: str = "float32") -> Sequences:
     rng = np.random.default_rng(0)
-    shapes = {
-        "heads": ((HEADS, WIDTH), (KV_HEADS, WIDTH), (KV_HEADS, V_WIDTH)),
-        # The query of latent attention is its two parts side by side.
-        "latent": ((HEADS, LATENT + ROPE), (LATENT,), (ROPE,)),
-    }[kind]
+    shapes = (HEADS, WIDTH), (KV_HEADS, WIDTH), (KV_HEADS, V_WIDTH)
+    if kind == "latent":
+        # The query is its two parts side by side.
+        shapes = (HEADS, LATENT + ROPE), (LATENT,), (ROPE,)
     return Sequences(
         *(
             (2 * rng.standard_normal((3, MAX_LENGTH, *shape))).astype(jnp.dtype(dtype))
@@ -77,8 +77,8 @@ def make_batch(kind, request, positions, page_size=16, seed=0, fill=np.nan, dtyp
 
 @functools.cache
 def jitted(kind, window=None):
-    if kind == "heads":
-        return jax.jit(functools.partial(paged_attention, scale=WIDTH**-0.5, sliding_window=window))
+    if kind != "latent":
+        return jax.jit(functools.partial(paged_attention, **options(kind, window)))
     return jax.jit(
         lambda q, first, second, view: paged_latent_attention(
             q[..., :LATENT], q[..., LATENT:], first, second, view, scale=0.2
@@ -86,13 +86,19 @@ def jitted(kind, window=None):
     )
 
 
+def options(kind, window):
+    """Of heads."""
+    sinks = SINKS if kind == "sinks" else None
+    return dict(scale=WIDTH**-0.5, sliding_window=window, sinks=sinks)
+
+
 def run(kind, batch, window=None):
     return np.asarray(jitted(kind, window)(*batch))
 
 
 def expected(kind, batch, window=None):
-    if kind == "heads":
-        return reference.paged_attention(*batch, scale=WIDTH**-0.5, sliding_window=window)
+    if kind != "latent":
+        return reference.paged_attention(*batch, **options(kind, window))
     q, first, second, view = batch
     return reference.paged_latent_attention(
         q[..., :LATENT], q[..., LATENT:], first, second, view, scale=0.2
@@ -117,7 +123,16 @@ def token_lists(draw):
 
 
 @pytest.mark.parametrize(
-    "kind, window", [("heads", None), ("heads", 1), ("heads", 5), ("heads", 100), ("latent", None)]
+    "kind, window",
+    [
+        ("heads", None),
+        ("heads", 1),
+        ("heads", 5),
+        ("heads", 100),
+        ("sinks", None),
+        ("sinks", 5),
+        ("latent", None),
+    ],
 )
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
@@ -214,6 +229,17 @@ def test_a_poisoned_request_stays_alone(kind):
     found = run(kind, Batch(q, *poisoned, batch.view))
     assert np.array_equal(found[others], run(kind, batch)[others])
     assert np.isnan(found[~others]).all()
+
+
+@pytest.mark.parametrize("count", [1, 21])
+def test_bits_with_sinks_do_not_depend_on_the_batch(count):
+    test_bits_do_not_depend_on_the_batch("sinks", count)
+
+
+def test_sinks_are_one_for_each_head():
+    batch = make_batch("heads", [0], [0])
+    with pytest.raises(ValueError, match=r"each of 4 heads, got \(3,\)"):
+        paged_attention(*batch, scale=1.0, sinks=SINKS[:3])
 
 
 def test_a_window_wider_than_the_context_changes_nothing():

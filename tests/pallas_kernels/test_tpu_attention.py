@@ -36,7 +36,7 @@ BATCH = [(0, 529), (2, 8), *[(1, position) for position in range(250, 263)], (-1
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Heads of the queries and of the cache (0: latents), widths of both caches."""
+    """Heads of the queries and of the cache (0: latents), widths of both caches; with sinks?"""
 
     heads: int
     kv_heads: int
@@ -44,6 +44,7 @@ class Case:
     page: int = 16
     window: int | None = None
     dtype: str = "bfloat16"
+    sinks: bool = False
 
     @functools.cached_property
     def data(self):
@@ -88,8 +89,15 @@ class Case:
     def call(self, q, first, second, view, implementation="mosaic_tpu"):
         options = dict(scale=SCALE, implementation=implementation)
         if self.kv_heads:
-            return paged_attention(q, first, second, view, sliding_window=self.window, **options)
+            options |= dict(sliding_window=self.window, sinks=self.sinks_of_heads)
+            return paged_attention(q, first, second, view, **options)
         return paged_latent_attention(*self.split(q), first, second, view, **options)
+
+    @property
+    def sinks_of_heads(self):
+        if not self.sinks:
+            return None
+        return 4 * np.random.default_rng(1).standard_normal(self.heads).astype(np.float32)
 
     def split(self, q):
         return q[..., : self.widths[0]], q[..., self.widths[0] :]
@@ -105,14 +113,15 @@ class Case:
     def expect(self, tokens):
         q, first, second, view = self.arguments(tokens)
         if self.kv_heads:
-            window = dict(scale=SCALE, sliding_window=self.window)
-            return reference.paged_attention(q, first, second, view, **window)
+            options = dict(scale=SCALE, sliding_window=self.window, sinks=self.sinks_of_heads)
+            return reference.paged_attention(q, first, second, view, **options)
         return reference.paged_latent_attention(*self.split(q), first, second, view, scale=SCALE)
 
 
 CASES = {
     "grouped": Case(4, 2, (64, 64), page=64),
     "a window, a group of three": Case(6, 2, (32, 128), page=8, window=20),
+    "sinks, a group of three": Case(6, 2, (64, 64), page=64, sinks=True),
     "latents": Case(4, 0, (128, 64), page=32),
 }
 SLOW_CASES = {
