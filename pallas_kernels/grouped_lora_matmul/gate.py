@@ -50,6 +50,7 @@ def gated_columns_gradient(y: jax.Array, dhidden: jax.Array, form: Gate) -> jax.
 
 
 def _exp(x):
+    """Apart from what makes its argument, and from what takes it."""
     return apart(jnp.exp(apart(x)))
 
 
