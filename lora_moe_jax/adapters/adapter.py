@@ -51,11 +51,13 @@ class Adapter:
       layout: how the file stored routed experts: "module" (it has none), "packed", "per_expert",
         "stacked" (3D, nothing shared), "shared_outer" (3D, outer factors shared), or "mixed".
       config: what its `adapter_config.json` said.
+      on_disk: whether its factors are in a file, see `disk_copy`.
     """
 
     pairs: Mapping[str, LoraPair]
     layout: str
     config: AdapterConfig
+    on_disk: bool = False
 
     @property
     def rank(self) -> int:

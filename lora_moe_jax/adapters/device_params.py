@@ -37,6 +37,7 @@ class InSlot:
     ranks: Mapping[str, int]
     layout = "device"
     nbytes = 0
+    on_disk = False
 
     @property
     def rank(self) -> int:

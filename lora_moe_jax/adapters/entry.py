@@ -18,6 +18,7 @@ class AdapterInfo:
       layout: as in `Adapter.layout`; "device" for a version that came from there.
       nbytes: of the host copy; 0 while there is none.
       pinned: whether it keeps its slot.
+      on_disk: whether the host copy is in a file in place of memory.
     """
 
     name: str
@@ -28,6 +29,7 @@ class AdapterInfo:
     targets: tuple[str, ...]
     nbytes: int
     pinned: bool = False
+    on_disk: bool = False
 
 
 @dataclass(eq=False)

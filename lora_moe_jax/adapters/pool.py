@@ -89,9 +89,17 @@ class AdapterPool:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all host copies, those of old versions in use included."""
+        """Bytes of all host copies in memory, those of old versions in use included."""
+        return self._bytes_of_copies(on_disk=False)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The same of those on disk."""
+        return self._bytes_of_copies(on_disk=True)
+
+    def _bytes_of_copies(self, on_disk: bool) -> int:
         entries = itertools.chain(self._entries.values(), self._retired)
-        return sum(entry.info.nbytes for entry in entries)
+        return sum(entry.info.nbytes for entry in entries if entry.info.on_disk == on_disk)
 
     # Names
 
@@ -209,6 +217,7 @@ class AdapterPool:
             layout=adapter.layout,
             targets=adapter.targets,
             nbytes=adapter.nbytes,
+            on_disk=adapter.on_disk,
         )
         entry, old = Entry(info, adapter), self._entries.get(name)
         if old is not None:

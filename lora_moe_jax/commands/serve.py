@@ -28,6 +28,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="FOLDER",
         help="let clients load adapters from this folder; without it they cannot load any",
     )
+    parser.add_argument(
+        "--adapter-disk",
+        type=Path,
+        metavar="FOLDER",
+        help="keep adapters that have no slot in files in this folder, not in memory",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -80,6 +86,7 @@ def run(options: argparse.Namespace) -> None:
             max_requests=options.max_requests,
             max_length=options.max_length,
             mesh=mesh_of(options.mesh),
+            adapter_disk=options.adapter_disk,
             progress=True,
         )
         for name, adapter in adapters.items():

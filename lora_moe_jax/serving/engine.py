@@ -12,6 +12,7 @@ from lora_moe_jax.adapters import Adapter, LoraPair, check_name, read_adapter
 from lora_moe_jax.adapters.bank import KvBLora
 from lora_moe_jax.adapters.check import check_adapter
 from lora_moe_jax.adapters.device_params import DeviceParams
+from lora_moe_jax.adapters.disk_copy import on_disk
 from lora_moe_jax.adapters.entry import AdapterInfo
 from lora_moe_jax.adapters.pool import AdapterPool
 from lora_moe_jax.adapters.slot_writer import SlotWriter
@@ -112,6 +113,7 @@ class Engine:
         max_logprobs: int = MAX_LOGPROBS,
         max_waiting: int | None = None,
         update_policy: Literal["finish", "switch"] = "finish",
+        adapter_disk: str | os.PathLike | None = None,
         progress: bool = False,
     ) -> Engine:
         """Loads a Hugging Face folder, compiles every step, and is ready to serve.
@@ -156,6 +158,9 @@ class Engine:
             it from their next step on, with what is in the cache; those that wait are computed by
             the new version alone, and a score starts over, so that it is always of one version.
             `Completion.adapter_versions` and `Delta.adapter_version` say what made each token.
+          adapter_disk: a folder on a disk for the host copies of adapters, where there are more
+            than memory has room for. They are files without names there, which nobody can change
+            and which are gone with the engine. Default: they are in memory.
           progress: show sizes and progress bars on stderr.
 
         Raises:
@@ -181,6 +186,7 @@ class Engine:
             max_logprobs=max_logprobs,
             max_waiting=max_waiting,
             update_policy=update_policy,
+            adapter_disk=adapter_disk,
         )
         checkpoint = Checkpoint.open(folder, config)
         codec = TextCodec.from_folder(folder)
@@ -244,18 +250,20 @@ class Engine:
     def load_adapter(self, name: str, source: str | os.PathLike | Adapter) -> AdapterInfo:
         """Loads an adapter folder (or one in memory, which is copied) under a name.
 
-        It is kept in host memory, and goes to the device at once if a slot is free, otherwise with
-        the first request that uses it. Under a name that is taken it is a new version, which later
-        requests use; those that have begun end with the version that they began with, or go on with
-        the new one: see `update_policy` of `from_pretrained`.
+        It is kept in host memory, or on disk (`adapter_disk` of `from_pretrained`), and goes to the
+        device at once if a slot is free, otherwise with the first request that uses it. Under a
+        name that is taken it is a new version, which later requests use; those that have begun end
+        with the version that they began with, or go on with the new one: see `update_policy`.
 
         Raises:
-          AdapterError: it cannot be served exactly, or one of this name is in training. Nothing has
-            changed then.
+          AdapterError: it cannot be served exactly, one of this name is in training, or there is no
+            room on disk. Nothing has changed then.
         """
         self._check_new_version(name)
         adapter = self._read_adapter(source)
         self.bank.check(adapter)
+        if self.options.adapter_disk is not None:
+            adapter = on_disk(adapter, self.options.adapter_disk)
         with uninterrupted():
             info = self._adapters.add(name, adapter).info
             self._runner.scheduler.switch_versions()
@@ -542,6 +550,7 @@ class Engine:
             adapter_loads=pool.loads,
             adapter_evictions=pool.evictions,
             adapter_host_bytes=pool.host_bytes,
+            adapter_disk_bytes=pool.disk_bytes,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             free_pages=scheduler.pool.free,

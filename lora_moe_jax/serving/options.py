@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lora_moe_jax.adapters.disk_copy import check_folder
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import ConfigError
 from lora_moe_jax.layers.build import SlotConfig
@@ -40,6 +42,7 @@ class EngineOptions:
     max_logprobs: int = MAX_LOGPROBS
     max_waiting: int | None = None
     update_policy: str = "finish"
+    adapter_disk: str | os.PathLike | None = None
 
     @property
     def max_rank(self) -> int:
@@ -70,6 +73,7 @@ class EngineOptions:
         max_logprobs: int = MAX_LOGPROBS,
         max_waiting: int | None = None,
         update_policy: str = "finish",
+        adapter_disk: str | os.PathLike | None = None,
         max_rank: int | Mapping[int, int],
         **sizes: int,
     ) -> EngineOptions:
@@ -125,6 +129,8 @@ class EngineOptions:
                 expected=f"one of {UPDATE_POLICIES}",
                 found=repr(update_policy)[:200],
             )
+        if adapter_disk is not None:
+            check_folder(adapter_disk)
         return cls(
             dtype=dtype,
             max_length=max_length,
@@ -135,6 +141,7 @@ class EngineOptions:
             max_logprobs=min(max_logprobs, config.vocab_size),
             max_waiting=max_waiting,
             update_policy=update_policy,
+            adapter_disk=adapter_disk,
             rank_classes=classes,
             **sizes,
         )

@@ -10,7 +10,8 @@ class EngineStats:
     """Counters since the engine was built, and what it holds.
 
     `compilations` counts the whole process; after warm-up it stays as it is. `adapters` are the
-    names; resident ones and bytes on the host include old versions that requests are ending with.
+    names; resident ones and bytes on the host, in memory and on disk, include old versions that
+    requests are ending with.
 
     `prompt_tokens` were computed, `prefix_hit_tokens` found in the cache in their place: of both
     together, the latter's share is the hit rate. `cached_pages` may be found by later requests;
@@ -36,6 +37,7 @@ class EngineStats:
     adapter_loads: int
     adapter_evictions: int
     adapter_host_bytes: int
+    adapter_disk_bytes: int
     preemptions: int
     running: int
     waiting: int

@@ -219,7 +219,8 @@ SIZES = {
 @pytest.mark.parametrize(
     ("key", "value"),
     [("max_waiting", -1), ("max_waiting", True), ("max_waiting", 1.0)]
-    + [("max_logprobs", -1), ("max_logprobs", 21), ("max_logprobs", None)],
+    + [("max_logprobs", -1), ("max_logprobs", 21), ("max_logprobs", None)]
+    + [("adapter_disk", "there is no such folder"), ("adapter_disk", 0)],
 )
 def test_limits_out_of_range(one, key, value):
     with pytest.raises(ConfigError) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import shutil
@@ -179,6 +180,21 @@ def test_a_full_disk_leaves_no_part_of_an_adapter(one, tmp_path, free, layout):
             assert caught.value.file == str(tmp_path / name)
     assert os.listdir(tmp_path) == ["old"]
     assert {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir()} == kept
+
+
+@pytest.mark.parametrize("free", [0, 5000])
+def test_no_room_for_the_copy_of_an_adapter(one, tmp_path, monkeypatch, free):
+    options = dataclasses.replace(one.options, adapter_disk=tmp_path)
+    monkeypatch.setattr(one, "options", options)
+    before = one.adapters()
+    with others(one), full_disk(free):
+        for name in ("attn", "new"):
+            with pytest.raises(
+                AdapterError, match="copy of an adapter cannot be written"
+            ) as caught:
+                one.load_adapter(name, FOLDERS / "rslora")
+            assert caught.value.file == str(tmp_path)
+    assert one.adapters() == before and os.listdir(tmp_path) == []
 
 
 def test_no_room_for_the_config(one, tmp_path, monkeypatch):

@@ -382,3 +382,21 @@ def test_what_does_not_fit_is_refused_when_it_is_loaded(one, alone):
             with pytest.raises(AdapterError):
                 one.load_adapter(target, source)
     assert (one.adapters(), one.stats()) == before
+
+
+def test_adapters_on_disk(one, alone, tmp_path, monkeypatch):
+    """All six take turns in two slots; nothing of them is in memory."""
+    monkeypatch.setattr(one, "options", dataclasses.replace(one.options, adapter_disk=tmp_path))
+    in_memory = one.stats().adapter_host_bytes
+    for name in SIX:
+        one.load_adapter(name, FOLDERS / name)
+    stats = one.stats()
+    assert (stats.adapter_host_bytes, stats.adapter_disk_bytes) == (0, in_memory)
+    assert all(info.on_disk for info in one.adapters())
+    for _ in range(2):
+        for name in SIX:
+            assert served(one, name) == alone[name]
+    assert one.stats().adapter_evictions > stats.adapter_evictions
+    for name in SIX:
+        one.unload_adapter(name)
+    assert one.stats().adapter_disk_bytes == 0
