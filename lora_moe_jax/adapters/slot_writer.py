@@ -4,15 +4,17 @@ A write donates the old arrays, so nothing is reallocated, and runs compiled fun
 is recompiled. Steps that were begun before it and have not run yet read the arrays as they were:
 the runtime writes into donated memory only after everything dispatched that reads it.
 
-Adapters from host memory are padded there; each shape of projection has a function, compiled at the
-start. Adapters from the device take one function for the whole bank, compiled when the first one of
-these shapes comes.
+Adapters from host memory are padded there, and rounded, by threads, as others wait while a slot is
+written; each shape of projection has a function, compiled at the start. Adapters from the device
+take one function for the whole bank, compiled when the first one of these shapes comes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -27,13 +29,16 @@ from lora_moe_jax.adapters.device_params import DeviceParams, Factors, InSlot
 from lora_moe_jax.errors import AdapterError
 from pallas_kernels import Lora
 
+AHEAD = 16  # projections that are padded before they are written: each is a copy in memory
+
 
 class SlotWriter:
     """The one way into a bank's slots. Projections that an adapter does not have become zero."""
 
     def __init__(self, bank: Bank):
         self._bank = bank
-        self._classes = {rank: _ClassWriter(its) for rank, its in bank.classes.items()}
+        threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="padding")
+        self._classes = {rank: _ClassWriter(its, threads) for rank, its in bank.classes.items()}
         self._finite = jax.jit(_finite)
 
     def write(self, slot: int, adapter: Adapter | DeviceParams) -> None:
@@ -73,8 +78,8 @@ class SlotWriter:
 class _ClassWriter:
     """`SlotWriter` of the slots of one rank."""
 
-    def __init__(self, slots: RankClass):
-        self._slots = slots
+    def __init__(self, slots: RankClass, threads: ThreadPoolExecutor):
+        self._slots, self._threads = slots, threads
         shardings = {stack: _shardings(lora) for stack, lora in slots.stacks.items()}
         members: dict[str, list[str]] = {}
         for name, place in slots.places.items():
@@ -88,11 +93,23 @@ class _ClassWriter:
 
     def write(self, slot: int, adapter: Adapter) -> None:
         slots, slot = self._slots, np.int32(slot)
-        for name, (stack, index) in slots.places.items():
-            values = _padded(slots.like(name), adapter.pairs.get(name))
+        for name, values in self._all_padded(adapter):
+            stack, index = slots.places[name]
             slots.stacks[stack] = self._writers[stack](
                 slots.stacks[stack], np.int32(index), slot, values
             )
+
+    def _all_padded(self, adapter: Adapter) -> Iterator[tuple[str, Lora | KvBLora]]:
+        """The new values of each projection, some of them made ahead."""
+        begun = deque()
+        for name in self._slots.places:
+            values = self._slots.like(name), adapter.pairs.get(name)
+            begun.append((name, self._threads.submit(_padded, *values)))
+            if len(begun) == AHEAD:
+                name, values = begun.popleft()
+                yield name, values.result()
+        for name, values in begun:
+            yield name, values.result()
 
     def write_params(self, slot: int, params: DeviceParams) -> None:
         slots = self._slots
