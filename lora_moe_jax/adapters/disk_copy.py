@@ -28,7 +28,7 @@ def check_folder(folder: str | os.PathLike) -> None:
             "no file can be made in the folder for copies of adapters",
             key="adapter_disk",
             expected="a folder that this process may write to",
-            found=f"{folder!r}: {cause}",
+            found=str(cause),
         ) from cause
 
 
