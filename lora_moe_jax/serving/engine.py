@@ -160,7 +160,8 @@ class Engine:
             `Completion.adapter_versions` and `Delta.adapter_version` say what made each token.
           adapter_disk: a folder on a disk for the host copies of adapters, where there are more
             than memory has room for. They are files without names there, which nobody can change
-            and which are gone with the engine. Default: they are in memory.
+            and which are gone with the engine. Default: they are in memory, as versions are always
+            that came from the device and have given up their slot.
           progress: show sizes and progress bars on stderr.
 
         Raises:
