@@ -22,7 +22,7 @@ TILE_WORDS = 4  # of the table of tiles, 16 bytes: copies begin at multiples of 
 LINE = 32  # words of the copy engine's alignment, 128 bytes
 STAGES = 4  # of a ring, at least: with three, loads do not keep up
 MOST_STAGED = 144  # rows of a tile: with more, four stages do not fit
-# Nor do the sums of more than 128 into the registers that a consumer begins with.
+# Where registers do not move, a consumer has room for the sums of 128.
 TALLEST = MOST_STAGED if implementation.REGISTERS_MOVE else 128
 LOWEST = 64  # where all rows are one group, and are more than `TALLEST`
 TILE_COST = 100  # cycles
