@@ -53,4 +53,15 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "topk_group": 1,
         "routed_scaling_factor": 1.8,
     },
+    "gpt_oss": _COMMON
+    | {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
 }

@@ -53,6 +53,10 @@ class MoeConfig:
         "none" when groups are not used.
       router_float32: whether the router's product and weights are float32 (DeepSeek) or in the
         activations' dtype (Qwen3).
+      router: what checkpoints and adapters call the router.
+      bias: whether the router and the experts have biases.
+      interleaved: whether files have the experts of a layer as [expert, in, out], with gate and up
+        in turn (gpt-oss).
     """
 
     num_experts: int
@@ -68,6 +72,9 @@ class MoeConfig:
     norm_topk_prob: bool
     routed_scaling_factor: float
     router_float32: bool
+    router: str = "gate"
+    bias: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,9 +82,15 @@ class ModelConfig:
     """One model. `mla` is None for grouped-query attention, `moe` is None for a dense model.
 
     `head_dim` is the width of a query head; with `mla` that is its two parts together.
+
+    Attributes:
+      windows: how many positions each layer attends to, its own included; None for all. Empty if
+        all layers attend to all.
+      qk_norm: whether grouped-query attention norms each head's queries and keys.
+      sinks: whether each head has a score that no position has.
     """
 
-    family: Literal["qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+    family: Literal["qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"]
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -91,7 +104,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     dtype: str
-    sliding_window: int | None = None
+    windows: tuple[int | None, ...] = ()
+    qk_norm: bool = True
+    sinks: bool = False
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
     bos_token_id: int | None = None
@@ -101,11 +116,19 @@ class ModelConfig:
         """Whether a layer's MLP is routed."""
         return self.moe is not None and self.moe.sparse_layers[layer]
 
+    def window(self, layer: int) -> int | None:
+        """How many positions a layer attends to; None for all."""
+        return self.windows[layer] if self.windows else None
+
+    def kind(self, layer: int) -> tuple[bool, int | None]:
+        """What layers differ in besides their weights."""
+        return self.is_sparse(layer), self.window(layer)
+
     def first_layers(self, count: int) -> ModelConfig:
         """The model without its later layers, for benchmarks."""
         count = min(count, self.num_layers)
         moe = self.moe and replace(self.moe, sparse_layers=self.moe.sparse_layers[:count])
-        return replace(self, num_layers=count, moe=moe)
+        return replace(self, num_layers=count, moe=moe, windows=self.windows[:count])
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> ModelConfig:

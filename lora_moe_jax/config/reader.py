@@ -23,6 +23,7 @@ FAMILIES = {
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
     "glm4_moe_lite": "deepseek_v3",
+    "gpt_oss": "gpt_oss",
 }
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65536
@@ -57,16 +58,59 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
             "the model type is not supported", "model_type", " or ".join(FAMILIES)
         )
     fields = Fields(values, file, DEFAULTS[model_type])
-    for key in ("quantization_config", "compression_config"):
-        fields.only(key, None, hint="use the unquantised checkpoint of this model")
+    _check_quantization(fields, model_type)
     fields.only("hidden_act", "silu")
+    if model_type == "gpt_oss":
+        return _read_gpt_oss(fields, model_type)
     if FAMILIES[model_type].startswith("qwen3"):
         return _read_qwen(fields, model_type)
     return _read_deepseek(fields, model_type)
 
 
+def _check_quantization(fields: Fields, model_type: str) -> None:
+    hint = "use the unquantised checkpoint of this model"
+    fields.only("compression_config", None, hint=hint)
+    if model_type != "gpt_oss" or not fields.has("quantization_config"):
+        fields.only("quantization_config", None, hint=hint)
+        return
+    section = fields.section("quantization_config", {})
+    if section.get("quant_method", "'mxfp4'") != "mxfp4":
+        raise section.error("a value is not supported", "quant_method", "'mxfp4'", hint)
+
+
 def _read_qwen(fields: Fields, model_type: str) -> ModelConfig:
     common = _read_common(fields, model_type)
+    num_layers = common["num_layers"]
+    return ModelConfig(
+        **common,
+        **_read_heads(fields, common),
+        windows=_read_qwen_windows(fields, model_type, num_layers),
+        moe=_read_qwen_moe(fields, num_layers) if model_type == "qwen3_moe" else None,
+    )
+
+
+def _read_gpt_oss(fields: Fields, model_type: str) -> ModelConfig:
+    common = _read_common(fields, model_type)
+    num_layers = common["num_layers"]
+    if not fields.has(fields.spelled("dtype", "torch_dtype")):
+        common["dtype"] = "bfloat16"  # as the hub's files are, which do not say so
+    if not fields.has(fields.spelled("rope_scaling", "rope_parameters")):
+        raise fields.wrong("rope_scaling", "how positions beyond those of training are rotated")
+    fields.only("attention_bias", True)
+    fields.only("swiglu_limit", 7.0, 7)
+    fields.only("swiglu_alpha", 1.702)
+    return ModelConfig(
+        **common,
+        **_read_heads(fields, common),
+        windows=_read_gpt_oss_windows(fields, num_layers),
+        qk_norm=False,
+        sinks=True,
+        moe=_read_gpt_oss_moe(fields, num_layers, common["intermediate_size"]),
+    )
+
+
+def _read_heads(fields: Fields, common: dict[str, object]) -> dict[str, object]:
+    """The heads of grouped-query attention, and how they are rotated."""
     num_heads = common["num_heads"]
     num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
@@ -77,15 +121,11 @@ def _read_qwen(fields: Fields, model_type: str) -> ModelConfig:
     # Qwen3-MoE has no default of its own for head_dim.
     defaults = {"head_dim": common["hidden_size"] // num_heads} | fields.defaults
     head_dim = Fields(fields.values, fields.file, defaults).integer("head_dim")
-    num_layers = common["num_layers"]
-    return ModelConfig(
-        **common,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rope=_read_rope(fields, "head_dim", head_dim, interleaved=False),
-        sliding_window=_read_sliding_window(fields, model_type, num_layers),
-        moe=_read_qwen_moe(fields, num_layers) if model_type == "qwen3_moe" else None,
-    )
+    return {
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rope": _read_rope(fields, "head_dim", head_dim, interleaved=False),
+    }
 
 
 def _read_deepseek(fields: Fields, model_type: str) -> ModelConfig:
@@ -196,28 +236,46 @@ def _read_rope(fields: Fields, dim_key: str, dim: int, interleaved: bool) -> Rop
     )
 
 
-def _read_sliding_window(fields: Fields, model_type: str, num_layers: int) -> int | None:
-    """The window of all layers, or None. Qwen3 can name it per layer; then all must agree."""
+def _read_qwen_windows(fields: Fields, model_type: str, num_layers: int) -> tuple:
     window = None
     if fields.flag("use_sliding_window"):
         window = fields.optional_integer("sliding_window")
     if model_type == "qwen3_moe":
-        return window
-    if fields.has("layer_types"):
-        types = set(fields.items("layer_types", str, num_layers))
+        full = 0
+    elif fields.has("layer_types"):
+        return _windows(fields, window, num_layers)
     else:
-        full = min(fields.integer("max_window_layers", minimum=0), num_layers)
-        types = {"full_attention"} if full or window is None else set()
-        types |= {"sliding_attention"} if full < num_layers and window is not None else set()
-    if types == {"full_attention"}:
-        return None
-    if types == {"sliding_attention"} and window is not None:
-        return window
-    raise fields.error(
-        "sliding and full attention are mixed, or there is no window",
-        "layer_types",
-        "only 'full_attention', or only 'sliding_attention' and use_sliding_window",
+        full = fields.integer("max_window_layers", minimum=0)
+    return (
+        ()
+        if window is None or full >= num_layers
+        else tuple(None if layer < full else window for layer in range(num_layers))
     )
+
+
+def _read_gpt_oss_windows(fields: Fields, num_layers: int) -> tuple:
+    window = fields.optional_integer("sliding_window")
+    if fields.has("layer_types"):
+        return _windows(fields, window, num_layers)
+    return (
+        ()
+        if window is None
+        else tuple(None if layer % 2 else window for layer in range(num_layers))
+    )
+
+
+def _windows(fields: Fields, window: int | None, num_layers: int) -> tuple:
+    """The window of each layer by its type; empty if none has one."""
+    types = fields.items("layer_types", str, num_layers)
+    if set(types) == {"full_attention"}:
+        return ()
+    if window is None or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise fields.error(
+            "a layer's attention is not supported, or there is no window",
+            "layer_types",
+            "'full_attention', or 'sliding_attention' of a sliding_window that is used",
+        )
+    return tuple(window if name == "sliding_attention" else None for name in types)
 
 
 def _read_qwen_moe(fields: Fields, num_layers: int) -> MoeConfig:
@@ -238,6 +296,32 @@ def _read_qwen_moe(fields: Fields, num_layers: int) -> MoeConfig:
         norm_topk_prob=fields.flag("norm_topk_prob"),
         routed_scaling_factor=1.0,
         router_float32=False,
+    )
+
+
+def _read_gpt_oss_moe(fields: Fields, num_layers: int, expert_size: int) -> MoeConfig:
+    key = fields.spelled("num_experts_per_tok", "experts_per_token")
+    num_experts, top_k = _read_experts(
+        fields, fields.spelled("num_local_experts", "num_experts"), key
+    )
+    return MoeConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_size=expert_size,
+        shared_size=0,
+        sparse_layers=(True,) * num_layers,
+        scoring="softmax",
+        correction_bias=False,
+        n_group=1,
+        topk_group=1,
+        group_score="none",
+        # A softmax over the chosen experts alone is that of all, normalised.
+        norm_topk_prob=True,
+        routed_scaling_factor=1.0,
+        router_float32=False,
+        router="router",
+        bias=True,
+        interleaved=True,
     )
 
 
@@ -276,12 +360,13 @@ def _read_deepseek_moe(fields: Fields, model_type: str, num_layers: int) -> MoeC
     )
 
 
-def _read_experts(fields: Fields, key: str) -> tuple[int, int]:
+def _read_experts(
+    fields: Fields, key: str, top_k_key: str = "num_experts_per_tok"
+) -> tuple[int, int]:
     num_experts = fields.integer(key, maximum=MAX_EXPERTS)
-    top_k = fields.integer("num_experts_per_tok")
+    top_k = fields.integer(top_k_key)
     if top_k > num_experts:
-        expected = f"at most {key}, {num_experts}"
-        raise fields.error("there are fewer experts", "num_experts_per_tok", expected)
+        raise fields.error("there are fewer experts", top_k_key, f"at most {key}, {num_experts}")
     return num_experts, top_k
 
 

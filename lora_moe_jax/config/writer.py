@@ -10,6 +10,7 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 
 
@@ -40,10 +41,9 @@ def to_json_dict(config: ModelConfig) -> dict[str, object]:
         "rope_theta": config.rope.theta,
         "rope_scaling": _rope_scaling(config.rope),
     }
-    if config.mla is None:
-        values |= _qwen_values(config)
-    else:
-        values |= _mla_values(config)
+    values |= _gqa_values(config) if config.mla is None else _mla_values(config)
+    if model_type == "gpt_oss":
+        return values | _gpt_oss_values(config.moe)
     if config.moe is not None:
         values |= _moe_values(config.moe, model_type)
     return values
@@ -78,12 +78,25 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, object] | None:
     return scaling | {key: value for key, value in optional.items() if value is not None}
 
 
-def _qwen_values(config: ModelConfig) -> dict[str, object]:
+def _gqa_values(config: ModelConfig) -> dict[str, object]:
+    windows = config.windows or (None,) * config.num_layers
+    widths = [window for window in windows if window is not None]
     return {
         "head_dim": config.head_dim,
-        "use_sliding_window": config.sliding_window is not None,
-        "sliding_window": config.sliding_window,
-        "max_window_layers": 0 if config.sliding_window else config.num_layers,
+        "use_sliding_window": bool(widths),
+        "sliding_window": widths[0] if widths else None,
+        "max_window_layers": config.num_layers - len(widths),
+        "layer_types": [
+            "full_attention" if window is None else "sliding_attention" for window in windows
+        ],
+    }
+
+
+def _gpt_oss_values(moe: MoeConfig) -> dict[str, object]:
+    return {
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "swiglu_limit": 7.0,
     }
 
 

@@ -15,12 +15,13 @@ from tests.config.hub_configs import (
     DEEPSEEK_V3,
     DEEPSEEK_V3_QUANTIZATION,
     GLM_4_7_FLASH,
+    GPT_OSS_20B,
     HUB_CONFIGS,
     QWEN3_30B_A3B,
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ["qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+FAMILIES = ["qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 100,
@@ -30,6 +31,11 @@ QWEN3 = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+}
+MIXED_LAYERS = {
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -94,6 +100,14 @@ HUB_FACTS = {
         experts=(64, 4, 1536, 1536), group="none", scale=1.8, theta=1e6,
         eos=(154820, 154827, 154829),
     ),
+    "gpt-oss-20b": dict(
+        family="gpt_oss", num_layers=24, num_heads=64, num_kv_heads=8, head_dim=64, dense=0,
+        experts=(32, 4, 2880, 0), group="none", scale=1.0, theta=150000.0, eos=(200002,),
+    ),
+    "gpt-oss-120b": dict(
+        family="gpt_oss", num_layers=36, num_heads=64, num_kv_heads=8, head_dim=64, dense=0,
+        experts=(128, 4, 2880, 0), group="none", scale=1.0, theta=150000.0, eos=(200002,),
+    ),
 }  # fmt: skip
 
 
@@ -127,6 +141,9 @@ def test_hub_configs(tmp_path, name):
         GLM_4_7_FLASH
         | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]}
         | {"first_k_dense_replace": None},
+        QWEN3 | {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2},
+        QWEN3 | MIXED_LAYERS,
+        GPT_OSS_20B | {"sliding_window": 64, "layer_types": ["full_attention"] * 24},
     ],
 )
 def test_written_config_reads_back_equal(tmp_path, values):
@@ -179,11 +196,32 @@ def test_generation_config_names_the_end_tokens(tmp_path):
 
 def test_sliding_window(tmp_path):
     window = {"use_sliding_window": True, "sliding_window": 64}
-    assert read(tmp_path, QWEN3 | window | {"max_window_layers": 4}).sliding_window is None
-    assert read(tmp_path, QWEN3 | window | {"max_window_layers": 0}).sliding_window == 64
+    assert read(tmp_path, QWEN3 | window | {"max_window_layers": 4}).windows == ()
+    assert read(tmp_path, QWEN3 | window | {"max_window_layers": 0}).windows == (64,) * 4
+    mixed = read(tmp_path, QWEN3 | window | {"max_window_layers": 3})
+    assert mixed.windows == (None, None, None, 64)
+    assert [mixed.window(i) for i in (2, 3)] == [None, 64]
+    assert mixed.first_layers(2).windows == (None, None)
     types = {"layer_types": ["sliding_attention"] * 4}
-    assert read(tmp_path, QWEN3 | window | types).sliding_window == 64
-    assert read(tmp_path, QWEN3_30B_A3B | window).sliding_window == 64
+    assert read(tmp_path, QWEN3 | window | types).windows == (64,) * 4
+    assert read(tmp_path, QWEN3 | MIXED_LAYERS).windows == (8, None, None, 8)
+    assert read(tmp_path, QWEN3_30B_A3B | window).windows == (64,) * 48
+    assert read(tmp_path, QWEN3_30B_A3B).window(3) is None
+
+
+def test_gpt_oss(tmp_path):
+    """The hub's file, another spelling of it, and what it means where it says nothing."""
+    config = read(tmp_path, GPT_OSS_20B)
+    assert config.windows == (128, None) * 12 and config.first_layers(3).windows == (128, None, 128)
+    assert config.sinks and config.attention_bias and not config.qk_norm
+    assert (config.moe.router, config.moe.bias, config.moe.interleaved) == ("router", True, True)
+    assert config.moe.norm_topk_prob and not config.rope.truncate
+    rope = GPT_OSS_20B["rope_scaling"] | {"rope_theta": 150000}
+    silent = "layer_types", "sliding_window", "head_dim", "num_key_value_heads", "attention_bias"
+    spelt = "rope_scaling", "rope_theta", "num_experts_per_tok", "quantization_config"
+    other = {key: value for key, value in GPT_OSS_20B.items() if key not in (*silent, *spelt)}
+    more = {"rope_parameters": rope, "dtype": "bfloat16", "swiglu_alpha": 1.702}
+    assert read(tmp_path, other | more) == config
 
 
 def test_config_is_immutable(tmp_path):
@@ -194,6 +232,7 @@ def test_config_is_immutable(tmp_path):
 V2 = DEEPSEEK_V2_LITE
 V3 = DEEPSEEK_V3
 MOE = QWEN3_30B_A3B
+GPT_OSS = GPT_OSS_20B
 ABSENT = object()
 # what is changed in which configuration, and the key that the refusal names
 BAD = {
@@ -267,12 +306,30 @@ BAD = {
     "partial rotation": (
         GLM_4_7_FLASH, {"partial_rotary_factor": 0.5}, "partial_rotary_factor",
     ),
-    "mixed windows": (
-        QWEN3,
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-        "layer_types",
-    ),
+    "layer type": (QWEN3, {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
     "windows without a width": (QWEN3, {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    "no gpt-oss window": (GPT_OSS, {"sliding_window": None}, "layer_types"),
+    "gpt-oss layer types": (GPT_OSS, {"layer_types": ["full_attention"]}, "layer_types"),
+    "no gpt-oss rope": (GPT_OSS, {"rope_scaling": None}, "rope_scaling"),
+    "no attention biases": (GPT_OSS, {"attention_bias": False}, "attention_bias"),
+    "another limit": (GPT_OSS, {"swiglu_limit": 10.0}, "swiglu_limit"),
+    "another alpha": (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+    "gpt-oss quantized otherwise": (
+        GPT_OSS,
+        {"quantization_config": DEEPSEEK_V3_QUANTIZATION},
+        "quantization_config.quant_method",
+    ),
+    "no method": (GPT_OSS, {"quantization_config": {}}, "quantization_config.quant_method"),
+    "4 bits of another family": (
+        MOE, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config",
+    ),
+    "two numbers of choices": (GPT_OSS, {"experts_per_token": 8}, "num_experts_per_tok"),
+    "no gpt-oss experts": (GPT_OSS, {"num_local_experts": ABSENT}, "num_local_experts"),
+    "gpt-oss top-k": (
+        GPT_OSS,
+        {"num_experts_per_tok": 33, "experts_per_token": 33},
+        "num_experts_per_tok",
+    ),
     "too few layer types": (QWEN3, {"layer_types": ["full_attention"]}, "layer_types"),
     "MLP layer type": (
         GLM_4_7_FLASH, {"mlp_layer_types": ["dense"] + ["moe"] * 46}, "mlp_layer_types",
