@@ -7,7 +7,8 @@ stacked tensors, whatever the layout of the files:
     model.layers.{i}.mlp.experts.down_proj      [E, H, I]
 
 Files have either one 2D tensor per expert and projection (the hub), or the two stacked ones with
-gate and up joined in one axis, [E, 2I, H] (transformers 5 in memory).
+gate and up joined in one axis, [E, 2I, H] (transformers 5 in memory). gpt-oss has forms of its own:
+`checkpoint.interleaved`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ def expected_tensors(config: ModelConfig) -> Shapes:
     return shapes
 
 
+def is_interleaved(name: str, config: ModelConfig) -> bool:
+    """Whether a canonical name is an expert tensor of a model whose files have them interleaved."""
+    return config.moe is not None and config.moe.interleaved and ".mlp.experts." in name
+
+
 def is_stacked(name: str) -> bool:
     """Whether a canonical name is one of the two stacked expert tensors of a layer."""
     return name.endswith((_GATE_UP, _DOWN))
@@ -69,7 +75,11 @@ def per_expert_names(name: str, num_experts: int) -> list[tuple[str, ...]]:
 def _gqa_tensors(config: ModelConfig) -> Shapes:
     hidden, width = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * width, config.num_kv_heads * width
-    shapes = {"q_norm.weight": (width,), "k_norm.weight": (width,)}
+    shapes: Shapes = {}
+    if config.qk_norm:
+        shapes |= {"q_norm.weight": (width,), "k_norm.weight": (width,)}
+    if config.sinks:
+        shapes["sinks"] = (config.num_heads,)
     for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
         shapes |= _linear(name, hidden, size, config.attention_bias)
     return shapes | _linear("o_proj", queries, hidden, config.attention_bias)
@@ -95,11 +105,14 @@ def _mla_tensors(config: ModelConfig) -> Shapes:
 def _moe_tensors(config: ModelConfig) -> Shapes:
     moe, hidden = config.moe, config.hidden_size
     experts, inner = moe.num_experts, moe.expert_size
-    shapes: Shapes = {"gate.weight": (experts, hidden)}
+    shapes = _linear(moe.router, hidden, experts, moe.bias)
     if moe.correction_bias:
-        shapes["gate.e_score_correction_bias"] = (experts,)
+        shapes[f"{moe.router}.e_score_correction_bias"] = (experts,)
     shapes["experts.gate_up_proj"] = (experts, 2, inner, hidden)
     shapes["experts.down_proj"] = (experts, hidden, inner)
+    if moe.bias:
+        shapes["experts.gate_up_proj_bias"] = (experts, 2, inner)
+        shapes["experts.down_proj_bias"] = (experts, hidden)
     if moe.shared_size:
         shared = _mlp_tensors(hidden, moe.shared_size)
         shapes |= {f"shared_experts.{name}": shape for name, shape in shared.items()}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
+from lora_moe_jax.checkpoint import interleaved, mxfp4
 from lora_moe_jax.checkpoint.folder import open_folder
 from lora_moe_jax.checkpoint.names import (
     expected_tensors,
     fused_shape,
+    is_interleaved,
     is_stacked,
     per_expert_names,
 )
@@ -22,7 +25,10 @@ from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFi
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import CheckpointError
 
+UINT8 = ("U8",)
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.+)")
+# Of a stacked tensor: one for each expert, of it one for each projection.
+Pieces = list[tuple[np.ndarray | mxfp4.Mxfp4Matrix, ...]]
 _DECODER_MODULES = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
 
 
@@ -41,7 +47,7 @@ class Checkpoint:
         self,
         folder: Path,
         infos: Mapping[str, TensorInfo],
-        parts: Mapping[str, np.ndarray | list[tuple[np.ndarray, ...]]],
+        parts: Mapping[str, np.ndarray | Pieces],
     ):
         """Use `open`. `parts` has a view of the file for each tensor, or one for each piece."""
         self.folder = folder
@@ -60,17 +66,11 @@ class Checkpoint:
         _drop_ignored(files, config)
         infos, parts = {}, {}
         for name, shape in expected_tensors(config).items():
-            if is_stacked(name) and name not in files:
-                parts[name] = [
-                    tuple(_take(files, piece, shape[-2:], folder) for piece in pieces)
-                    for pieces in per_expert_names(name, shape[0])
-                ]
-                dtype = _common_dtype(name, parts[name], folder)
-            else:
-                stored = fused_shape(name, shape) if is_stacked(name) else shape
-                parts[name] = _take(files, name, stored, folder).reshape(shape)
-                dtype = parts[name].dtype
-            infos[name] = TensorInfo(shape, dtype)
+            find = _interleaved if is_interleaved(name, config) else _plain
+            found = find(files, name, shape, folder)
+            pieces = isinstance(found, list)
+            dtype = _common_dtype(name, found, folder) if pieces else found.dtype
+            infos[name], parts[name] = TensorInfo(shape, dtype), found
         for name, file in files.items():
             raise CheckpointError(
                 "a tensor is not part of the model",
@@ -132,8 +132,51 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
         np.copyto(target, source, casting="unsafe")
 
 
+Files = dict[str, SafetensorsFile]
+Shape = tuple[int, ...]
+
+
+def _plain(files: Files, name: str, shape: Shape, folder: os.PathLike) -> np.ndarray | Pieces:
+    """Takes a canonical tensor out of `files`, whole or in pieces."""
+    if is_stacked(name) and name not in files:
+        return [
+            tuple(_take(files, piece, shape[-2:], folder) for piece in pieces)
+            for pieces in per_expert_names(name, shape[0])
+        ]
+    stored = fused_shape(name, shape) if is_stacked(name) else shape
+    return _take(files, name, stored, folder).reshape(shape)
+
+
+def _interleaved(files: Files, name: str, shape: Shape, folder: os.PathLike) -> np.ndarray | Pieces:
+    """The same of the experts of gpt-oss."""
+    if name + interleaved.BLOCKS not in files:
+        stored = interleaved.file_shape(name, shape)
+        return interleaved.from_file(name, _take(files, name, stored, folder))
+    experts, *rows, columns = shape
+    if columns % mxfp4.NUMBERS:
+        raise CheckpointError(
+            "4-bit weights do not fill their blocks",
+            file=folder,
+            key=name + interleaved.BLOCKS,
+            expected=f"rows of a multiple of {mxfp4.NUMBERS} numbers",
+            found=f"{columns} in the configuration",
+        )
+    stored = (experts, math.prod(rows), columns // mxfp4.NUMBERS)
+    scales = _take(files, name + interleaved.SCALES, stored, folder, UINT8)
+    blocks = _take(files, name + interleaved.BLOCKS, (*stored, mxfp4.BYTES), folder, UINT8)
+    pieces = interleaved.rows_of_pieces(name)
+    return [
+        tuple(mxfp4.Mxfp4Matrix(blocks[expert, its], scales[expert, its]) for its in pieces)
+        for expert in range(experts)
+    ]
+
+
 def _take(
-    files: dict[str, SafetensorsFile], name: str, shape: tuple[int, ...], folder: os.PathLike
+    files: Files,
+    name: str,
+    shape: Shape,
+    folder: os.PathLike,
+    dtypes: Collection[str] = FLOAT_DTYPES,
 ) -> np.ndarray:
     """Takes a tensor out of `files` as a view, once its shape and type are what they must be."""
     if name not in files:
@@ -147,12 +190,12 @@ def _take(
         )
     file = files.pop(name)
     stored = file.tensors[name]
-    if stored.dtype not in FLOAT_DTYPES:
+    if stored.dtype not in dtypes:
         raise CheckpointError(
             "the type of a tensor is not supported",
             file=file.path,
             key=name,
-            expected=" or ".join(FLOAT_DTYPES),
+            expected=" or ".join(dtypes),
             found=stored.dtype,
             hint="quantised weights are not supported" if "F8" in stored.dtype else None,
         )
@@ -168,7 +211,7 @@ def _take(
     return file.view(name)
 
 
-def _common_dtype(name: str, parts: list[tuple[np.ndarray, ...]], folder: os.PathLike) -> np.dtype:
+def _common_dtype(name: str, parts: Pieces, folder: os.PathLike) -> np.dtype:
     """The one type of all pieces of a stacked tensor."""
     dtypes = {piece.dtype for pieces in parts for piece in pieces}
     if len(dtypes) > 1:

@@ -13,7 +13,13 @@ from typing import IO
 import numpy as np
 
 from lora_moe_jax.checkpoint.folder import INDEX, SINGLE
-from lora_moe_jax.checkpoint.names import expected_tensors, is_stacked, per_expert_names
+from lora_moe_jax.checkpoint.interleaved import to_file
+from lora_moe_jax.checkpoint.names import (
+    expected_tensors,
+    is_interleaved,
+    is_stacked,
+    per_expert_names,
+)
 from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.config.writer import to_json_dict
@@ -85,14 +91,19 @@ def _checked(
                 expected=f"{list(shape)}, {' or '.join(FLOAT_DTYPES)}",
                 found=f"{list(tensor.shape)}, {tensor.dtype}",
             )
-        yield from _hub_tensors(name, np.asarray(tensor))
+        yield from _hub_tensors(name, np.asarray(tensor), config)
     if missing:
         raise CheckpointError(
             "tensors are missing", key=min(missing), found=f"{len(missing)} not given"
         )
 
 
-def _hub_tensors(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def _hub_tensors(
+    name: str, tensor: np.ndarray, config: ModelConfig
+) -> Iterator[tuple[str, np.ndarray]]:
+    if is_interleaved(name, config):
+        yield name, to_file(name, tensor)
+        return
     if not is_stacked(name):
         yield name, tensor
         return

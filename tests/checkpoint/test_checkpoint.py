@@ -22,8 +22,8 @@ from tests.checkpoint import raw
 from tests.checkpoint.corpus import CORPUS, edit, edit_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ["qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
-MOE_FAMILIES = FAMILIES[1:]
+FAMILIES = ["qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"]
+FUSED_FAMILIES = FAMILIES[1:4]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -41,8 +41,15 @@ def reference(family: str) -> dict[str, np.ndarray]:
     tensors = {name: value for name, value in hub.items() if ".experts." not in name}
     moe = read_config(GOLDEN / family / "base").moe
     for layer, sparse in enumerate(moe.sparse_layers if moe else ()):
-        if sparse:
-            prefix = f"model.layers.{layer}.mlp.experts."
+        prefix = f"model.layers.{layer}.mlp.experts."
+        if family == "gpt_oss":
+            gate_up, bias = hub[prefix + "gate_up_proj"], hub[prefix + "gate_up_proj_bias"]
+            halves = [gate_up[..., place::2].swapaxes(1, 2) for place in (0, 1)]
+            tensors[prefix + "gate_up_proj"] = np.stack(halves, axis=1)
+            tensors[prefix + "gate_up_proj_bias"] = np.stack([bias[:, 0::2], bias[:, 1::2]], axis=1)
+            tensors[prefix + "down_proj"] = hub[prefix + "down_proj"].swapaxes(1, 2)
+            tensors[prefix + "down_proj_bias"] = hub[prefix + "down_proj_bias"]
+        elif sparse:
             gate, up, down = (
                 np.stack([hub[f"{prefix}{e}.{leaf}_proj.weight"] for e in range(moe.num_experts)])
                 for leaf in ("gate", "up", "down")
@@ -78,7 +85,7 @@ def test_hub_layout(family):
     assert_equal(open_checkpoint(GOLDEN / family / "base"), reference(family))
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
 def test_fused_layout(family):
     assert_equal(open_checkpoint(GOLDEN / family / "base_fused"), reference(family))
 
@@ -153,7 +160,7 @@ def test_conversion_rounds_to_nearest_even():
         np.testing.assert_array_equal(found.view(np.uint16), rounded.astype(np.uint16))
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[1:])
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)])
 def test_half_precision_files(tmp_path, family, dtype):
     config = read_config(GOLDEN / family / "base")
