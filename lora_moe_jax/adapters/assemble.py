@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFi
 from lora_moe_jax.errors import AdapterError
 
 _FIRST_NATURAL = (0, 19, 1)  # PEFT versions before it wrote packed experts with A and B exchanged
+_FIRST_SWAPPED_GPT_OSS = (0, 19, 0)  # and those before this one not where weights are [in, out]
 
 
 class Assembler:
@@ -94,7 +96,7 @@ class Assembler:
             if len(fits) == 1:
                 seen[fits[0]] = site.a[None]
             else:
-                ambiguous = site.a[None]
+                ambiguous = site
         if len(seen) == 2:
             raise self._error(
                 "packed experts are stored in two orientations", seen[True],
@@ -104,7 +106,8 @@ class Assembler:
             return True in seen
         return self._swapped_by_version(ambiguous)
 
-    def _swapped_by_version(self, name: TensorName) -> bool:
+    def _swapped_by_version(self, site: Site) -> bool:
+        name = site.a[None]
         version = self.targets.config.peft_version or ""
         found = re.match(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})(?!\.dev)", version)
         if found is None:
@@ -113,7 +116,10 @@ class Assembler:
                 f"peft_version in {CONFIG_FILE}", version or "none",
                 hint='add "peft_version" with the version that saved the adapter',
             )  # fmt: skip
-        return tuple(map(int, found.groups())) < _FIRST_NATURAL
+        number = tuple(map(int, found.groups()))
+        if self.table.projections[site.parts[0]].interleaved and number < _FIRST_SWAPPED_GPT_OSS:
+            return False
+        return number < _FIRST_NATURAL
 
     def _fits_packed(self, site: Site, sizes: Sizes, swapped: bool) -> bool:
         a, b = self._shape(site.a[None]), self._shape(site.b[None])
@@ -199,7 +205,10 @@ class Assembler:
         """The pair, or the two of a fused gate_up_proj, trimmed and checked against max_rank."""
         pairs = (pair,)
         if len(site.parts) == 2:
-            width = self.table.projections[site.parts[0]].out_features
+            projection = self.table.projections[site.parts[0]]
+            width = projection.out_features
+            if projection.interleaved:
+                pair = replace(pair, b=packing.apart(pair.b))
             form = self.file.metadata.get(packing.FORM_KEY)
             pairs = packing.split_gate_up(pair, width, form)
             if pairs is None:

@@ -1,7 +1,8 @@
 """The layouts adapters are written in: tensors and settings, nothing on disk yet.
 
 "peft" is what PEFT 0.21 loads exactly: routed experts packed, and everything whose name PEFT would
-take for an expert's (gate, gate_proj, up_proj, down_proj of a MoE model) in target_parameters.
+take for an expert's (gate, gate_proj, up_proj, down_proj of a MoE model), or what is no linear
+module (the router of gpt-oss), in target_parameters.
 "per_expert" is what vLLM and SGLang read: one 2D tensor per expert, all experts, all projections.
 "shared_outer" is the 3D form whose outer factors are stored once.
 """
@@ -20,7 +21,7 @@ from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.adapters.sites import LEAVES, PREFIX
 from lora_moe_jax.errors import AdapterError
 
-_TAKEN_BY_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")
+_AS_PARAMETERS = ("gate", "gate_proj", "up_proj", "down_proj", "router")
 
 
 @dataclass
@@ -90,7 +91,7 @@ class _Layout:
 def peft(adapter: Adapter, projections: Mapping[str, Projection]) -> Draft:
     """PEFT's own layout. Raises `AdapterError` for experts that one packed scaling cannot serve."""
     layout, draft = _Layout(adapter, projections), Draft()
-    taken = _TAKEN_BY_EXPERTS if layout.expert_projections else ()
+    taken = _AS_PARAMETERS if layout.expert_projections else ()
     as_parameter = {n for n in layout.plain_universe if n.rpartition(".")[2] in taken}
     for name in layout.plain:
         layout.add_plain(draft, name, f"{name}.weight" if name in as_parameter else name)
@@ -130,6 +131,8 @@ def _add_packed(layout: _Layout, draft: Draft, block: str, pairs: dict[str, Lora
         parts.append((f"{block}.down_proj", pair.a, pair.b, {"down_proj": pair}))
     if fused:
         a, b = _fuse(layout, draft.form, block, fused)
+        if layout.projections[f"{block}.gate_proj"].interleaved:
+            b = packing.in_turn(b)
         parts.append((f"{block}.gate_up_proj", a, b, fused))
     # The outer of PEFT's two wrappers is down_proj; a single one is outer, whichever it is.
     for module, (parameter, a, b, sources) in zip((block, f"{block}.base_layer"), parts):  # noqa: B905

@@ -30,6 +30,16 @@ def pack(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(a.reshape(-1, a.shape[2])), np.ascontiguousarray(lora_b)
 
 
+def apart(b: np.ndarray) -> np.ndarray:
+    """Gate's columns and then up's, of such that take turns (gpt-oss)."""
+    return np.concatenate([b[..., 0::2], b[..., 1::2]], axis=-1)
+
+
+def in_turn(b: np.ndarray) -> np.ndarray:
+    """The inverse of `apart`."""
+    return np.stack(np.split(b, 2, axis=-1), axis=-1).reshape(b.shape)
+
+
 def split_gate_up(
     pair: LoraPair, width: int, form: str | None
 ) -> tuple[LoraPair | None, LoraPair | None] | None:

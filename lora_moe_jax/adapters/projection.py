@@ -18,6 +18,8 @@ class Projection:
       out_features: width of the output.
       groups: number of experts for a routed-expert projection, else 1.
       kind: what the projection is. "expert" weights have one matrix per group.
+      interleaved: whether adapters have gate and up in turn where they are one, and the weight as
+        [groups, in, out] (gpt-oss).
     """
 
     name: str
@@ -25,3 +27,4 @@ class Projection:
     out_features: int
     groups: int = 1
     kind: Literal["linear", "expert", "router", "embedding", "head"] = "linear"
+    interleaved: bool = False

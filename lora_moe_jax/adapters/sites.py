@@ -135,6 +135,7 @@ def canonical(module: str) -> str:
     """A module name in the naming of this library's projections."""
     if module.rpartition(".")[2] == "unembed_tokens":  # Tinker's name
         return "lm_head"
+    module = module.replace(".attn.", ".self_attn.")  # Tinker's, of gpt-oss
     return module.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's name
 
 

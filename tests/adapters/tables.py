@@ -8,7 +8,7 @@ from pathlib import Path
 from lora_moe_jax.adapters import Projection
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
 def golden_adapters(family: str) -> list[str]:
@@ -21,8 +21,11 @@ def table(family: str) -> dict[str, Projection]:
     hidden, vocab = c["hidden_size"], c["vocab_size"]
     found: dict[str, Projection] = {}
 
+    gpt_oss = family == "gpt_oss"
+
     def add(name: str, n_in: int, n_out: int, groups: int = 1, kind: str = "linear") -> None:
-        found[name] = Projection(name, n_in, n_out, groups, kind)
+        interleaved = gpt_oss and kind == "expert"
+        found[name] = Projection(name, n_in, n_out, groups, kind, interleaved)
 
     add("model.embed_tokens", vocab, hidden, kind="embedding")
     for i in range(c["num_hidden_layers"]):
@@ -31,11 +34,11 @@ def table(family: str) -> dict[str, Projection]:
             add(f"{layer}.self_attn.{name}", n_in, n_out)
         if _is_sparse(c, i):
             experts = c.get("n_routed_experts") or c["num_local_experts"]
-            add(f"{layer}.mlp.gate", hidden, experts, kind="router")
-            _mlp(add, f"{layer}.mlp.experts", hidden, c["moe_intermediate_size"], experts, "expert")
+            width = c["intermediate_size" if gpt_oss else "moe_intermediate_size"]
+            add(f"{layer}.mlp.{'router' if gpt_oss else 'gate'}", hidden, experts, kind="router")
+            _mlp(add, f"{layer}.mlp.experts", hidden, width, experts, "expert")
             if shared := c.get("n_shared_experts"):
-                width = shared * c["moe_intermediate_size"]
-                _mlp(add, f"{layer}.mlp.shared_experts", hidden, width)
+                _mlp(add, f"{layer}.mlp.shared_experts", hidden, shared * width)
         else:
             _mlp(add, f"{layer}.mlp", hidden, c["intermediate_size"])
     add("lm_head", hidden, vocab, kind="head")
@@ -51,7 +54,7 @@ def _mlp(add, parent: str, hidden: int, width: int, groups: int = 1, kind: str =
 def _is_sparse(c: dict, layer: int) -> bool:
     if "first_k_dense_replace" in c:
         return layer >= c["first_k_dense_replace"]
-    return "num_local_experts" in c and layer not in c["mlp_only_layers"]
+    return "num_local_experts" in c and layer not in c.get("mlp_only_layers", ())
 
 
 def _attention(c: dict) -> list[tuple[str, int, int]]:
