@@ -6,7 +6,7 @@ same rows, in many small kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,15 +39,41 @@ class _Step(NamedTuple):
     outputs: list[_Value]
 
 
-def hoisted_loop(count: int, turn: Callable, carry):
+def hoisted_loop(count: int, turns: Sequence[Callable], carry):
     """`lax.scan` of turn(first, place, carry) -> carry, result for first + place from 0 to
-    count - 1.
+    count - 1, the turns one after the other, again and again.
 
     `first` is the same for several turns, which are written out: who can do with it and the place,
     a constant, needs no kernel for each sum. Not differentiable, as functions' own gradients are
     lost.
     """
     first = jnp.int32(0)
+    runs = [_hoisted(turn, first, carry) for turn in turns]
+    unrolled = -(-UNROLLED // len(runs)) * len(runs)
+
+    def some(first, carry, turns: int):
+        results = []
+        for place in range(turns):
+            carry, result = runs[place % len(runs)](first, jnp.int32(place), carry)
+            results.append(result)
+        return carry, jax.tree.map(lambda *its: jnp.stack(its), *results)
+
+    def body(state, _):
+        first, carry = state
+        carry, results = some(first, carry, unrolled)
+        return (first + unrolled, carry), results
+
+    times, rest = divmod(count, unrolled)
+    (first, carry), results = lax.scan(body, (first, carry), length=times)
+    results = jax.tree.map(lambda its: its.reshape(times * unrolled, *its.shape[2:]), results)
+    if rest:
+        carry, last = some(first, carry, rest)
+        results = jax.tree.map(lambda *its: jnp.concatenate(its), results, last)
+    return carry, results
+
+
+def _hoisted(turn: Callable, first: jax.Array, carry) -> Callable:
+    """The turn, with what it computes of neither `first`, place nor carry computed here."""
     closed, shape = jax.make_jaxpr(turn, return_shape=True)(first, first, carry)
     inputs = [_Value() for _ in closed.jaxpr.invars]
     steps: list[_Step] = []
@@ -62,25 +88,7 @@ def hoisted_loop(count: int, turn: Callable, carry):
             values.update(zip(step.outputs, found, strict=True))
         return jax.tree.unflatten(tree, [_read(values, its) for its in outputs])
 
-    def some(first, carry, turns: int):
-        results = []
-        for place in range(turns):
-            carry, result = run(first, jnp.int32(place), carry)
-            results.append(result)
-        return carry, jax.tree.map(lambda *its: jnp.stack(its), *results)
-
-    def body(state, _):
-        first, carry = state
-        carry, results = some(first, carry, UNROLLED)
-        return (first + UNROLLED, carry), results
-
-    times, rest = divmod(count, UNROLLED)
-    (first, carry), results = lax.scan(body, (first, carry), length=times)
-    results = jax.tree.map(lambda its: its.reshape(times * UNROLLED, *its.shape[2:]), results)
-    if rest:
-        carry, last = some(first, carry, rest)
-        results = jax.tree.map(lambda *its: jnp.concatenate(its), results, last)
-    return carry, results
+    return run
 
 
 def _read(values: dict[_Value, jax.Array], value: _Value):

@@ -7,7 +7,7 @@ than that. A GPU's host then launches the same graph for each layer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 from flax import nnx
@@ -36,19 +36,37 @@ def loops(layers: Sequence[nnx.Module], of: type[nnx.Variable] = nnx.Variable) -
     return [range(run[0], run[-1] + 1) for run in runs]
 
 
-def loop(layers: Sequence[nnx.Module], run: range, call: Callable, carry):
+def loop(
+    layers: Sequence[nnx.Module], run: range, kinds: Sequence[Hashable], call: Callable, carry
+):
     """call(number, layer, carry) -> carry, result of each layer of a run of `loops`.
+
+    Args:
+      kinds: what each of the run's layers was built from, names aside. Of those that come again and
+        again in one order (with a window, without one, with one, …) one turn each is traced.
 
     Returns:
       The carry, and the results with an axis for the layers in front.
     """
-    graph, state = nnx.split(layers[run.start])
-    first, tree = jax.tree.flatten(state, is_leaf=is_layered)
+
+    def turn_like(layer: nnx.Module) -> Callable:
+        graph, state = nnx.split(layer)
+        leaves, tree = jax.tree.flatten(state, is_leaf=is_layered)
+
+        def turn(number, place, carry):
+            parts = [Layered(leaf.stack, number, begin + place) for leaf in leaves]
+            layer = nnx.merge(graph, jax.tree.unflatten(tree, parts))
+            return call(run.start + number + place, layer, carry)
+
+        return turn
+
+    first = jax.tree.leaves(nnx.state(layers[run.start]), is_leaf=is_layered)
     begin = first[0].number
+    turns = [turn_like(layers[number]) for number in run[: _period(kinds)]]
+    return hoisted_loop(len(run), turns, carry)
 
-    def turn(number, place, carry):
-        parts = [Layered(leaf.stack, number, begin + place) for leaf in first]
-        layer = nnx.merge(graph, jax.tree.unflatten(tree, parts))
-        return call(run.start + number + place, layer, carry)
 
-    return hoisted_loop(len(run), turn, carry)
+def _period(kinds: Sequence[Hashable]) -> int:
+    """After how many the kinds come again."""
+    shifts = range(1, len(kinds))
+    return next((n for n in shifts if kinds[n:] == kinds[:-n]), len(kinds))

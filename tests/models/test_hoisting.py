@@ -35,7 +35,7 @@ def turn(tokens):
 
 
 def looped(tokens, carry, count=2 * UNROLLED):
-    return hoisted_loop(count, turn(tokens), carry)
+    return hoisted_loop(count, [turn(tokens)], carry)
 
 
 def written_out(tokens, carry, count):
@@ -58,6 +58,20 @@ def test_computes_what_the_turns_written_out_do(wrap, count):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.parametrize("count", [2, 3, 3 * UNROLLED + 1])
+@pytest.mark.parametrize("period", [2, 3, UNROLLED + 1])
+def test_turns_of_several_kinds(period, count):
+    turns = [
+        lambda first, place, x, k=k: (x + k * jnp.sin(x), first + place) for k in range(period)
+    ]
+    found, numbers = jax.jit(lambda x: hoisted_loop(count, turns, x))(jnp.ones(3))
+    wanted = jnp.ones(3)
+    for number in range(count):
+        wanted, _ = turns[number % period](0, 0, wanted)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_array_equal(numbers, np.arange(count))
+
+
 def test_what_no_turn_changes_is_before_the_loop():
     jaxpr = jax.make_jaxpr(looped)(TOKENS, CARRY).jaxpr
     (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
@@ -75,10 +89,10 @@ def test_what_no_turn_changes_is_before_the_loop():
 def test_a_loop_within_a_loop():
     def outer(tokens):
         def one(first, place, x):
-            (x, _), _ = hoisted_loop(2, turn(tokens + first + place), (x, x))
+            (x, _), _ = hoisted_loop(2, [turn(tokens + first + place)], (x, x))
             return x, None
 
-        return hoisted_loop(2, one, jnp.ones(3))[0]
+        return hoisted_loop(2, [one], jnp.ones(3))[0]
 
     wanted = jnp.ones(3)
     for i in range(2):
