@@ -1,4 +1,4 @@
-"""Grouped-query attention with per-head query and key norms (Qwen3)."""
+"""Grouped-query attention, with per-head query and key norms (Qwen3) or with sinks (gpt-oss)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pallas_kernels import paged_attention, rotate_and_cache
 
 
 class Attention(nnx.Module):
-    """q, k, v, o projections with adapters, q/k norms, rope, paged attention."""
+    """q, k, v, o projections with adapters, q/k norms or none, rope, paged attention."""
 
-    def __init__(self, name: str, config: ModelConfig, build: Build):
+    def __init__(self, name: str, config: ModelConfig, build: Build, window: int | None):
         hidden, width, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.config = config
+        self.config, self.window = config, window
         self.axes = build.axes
         # With fewer key/value heads than tensor devices, each device keeps the one it needs.
         self.kv_replicated = build.mesh_axis("heads") and not build.mesh_axis("kv_heads")
@@ -39,8 +39,13 @@ class Attention(nnx.Module):
         self.o_proj = Linear(
             f"{name}.o_proj", config.num_heads * width, hidden, build, in_axis="heads", bias=bias
         )
-        self.q_norm = RmsNorm(f"{name}.q_norm", width, config.rms_norm_eps, build)
-        self.k_norm = RmsNorm(f"{name}.k_norm", width, config.rms_norm_eps, build)
+        self.q_norm, self.k_norm = (
+            RmsNorm(f"{name}.{leaf}", width, config.rms_norm_eps, build) if config.qk_norm else None
+            for leaf in ("q_norm", "k_norm")
+        )
+        self.sinks = (
+            build.bias((config.num_heads,), ("heads",), f"{name}.sinks") if config.sinks else None
+        )
 
     @staticmethod
     def cache_shapes(config: ModelConfig, tensor_devices: int = 1) -> tuple[tuple[int, ...], ...]:
@@ -59,8 +64,7 @@ class Attention(nnx.Module):
         heads = self.qkv_proj.joined(x, token_slots).reshape(tokens, -1, width)
         q, first, second = rotate_and_cache(
             self._local_heads(heads),
-            self.q_norm.weight[...],
-            self.k_norm.weight[...],
+            *(None if norm is None else norm.weight[...] for norm in (self.q_norm, self.k_norm)),
             *cos_sin(positions, self.config.rope),
             cache.first,
             cache.second,
@@ -74,7 +78,8 @@ class Attention(nnx.Module):
             cache.second,
             cache.view,
             scale=width**-0.5,
-            sliding_window=self.config.sliding_window,
+            sliding_window=self.window,
+            sinks=None if self.sinks is None else jnp.asarray(self.sinks[...]),
         )
         return self.o_proj(out.reshape(tokens, -1), token_slots), cache
 

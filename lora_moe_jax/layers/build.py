@@ -79,9 +79,15 @@ class Build:
         """A norm's weight."""
         return self._param(jnp.ones(size, jnp.float32), (None,), (tensor,), AS_STORED, None)
 
-    def bias(self, size: int, axis: str | None, tensor: str, dtype: str | None = None) -> nnx.Param:
-        """A bias."""
-        return self._param(jnp.zeros(size, jnp.float32), (axis,), (tensor,), AS_STORED, dtype)
+    def bias(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        tensor: str,
+        dtype: str | None = None,
+    ) -> nnx.Param:
+        """What is zero until a checkpoint is loaded."""
+        return self._param(jnp.zeros(shape, jnp.float32), axes, (tensor,), AS_STORED, dtype)
 
     def _param(self, value, axes, tensors, layout, dtype):
         return nnx.Param(

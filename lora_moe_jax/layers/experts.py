@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -9,16 +10,22 @@ from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.adapter_slots import adapter_slots, lora_of
 from lora_moe_jax.layers.build import Build
+from lora_moe_jax.layers.choice_bias import bias_of_choices
 from lora_moe_jax.layers.mlp import Mlp
 from lora_moe_jax.layers.router import Router
-from pallas_kernels import moe_mlp
+from pallas_kernels import Gate, moe_mlp
 
 
 class Experts(nnx.Module):
-    """All routed experts of a layer: gate_up_proj `[E, 2, I, H]`, down_proj `[E, H, I]`."""
+    """All routed experts of a layer: gate_up_proj `[E, 2, I, H]`, down_proj `[E, H, I]`.
 
-    def __init__(self, name: str, config: ModelConfig, build: Build):
+    Biases, if there are any: gate_up_bias `[E, 2, I]`, and down_bias `[E, H]`, which is not added
+    here: every device has that of all experts.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, build: Build, gate: Gate | None):
         hidden, moe = config.hidden_size, config.moe
+        self.gate = gate
         count, width = moe.num_experts, moe.expert_size
         self.gate_up_proj = build.weight(
             (count, 2, width, hidden), ("expert", None, "mlp", None), (f"{name}.gate_up_proj",)
@@ -26,9 +33,15 @@ class Experts(nnx.Module):
         self.down_proj = build.weight(
             (count, hidden, width), ("expert", None, "mlp"), (f"{name}.down_proj",)
         )
+        self.gate_up_bias = self.down_bias = None
+        if moe.bias:
+            self.gate_up_bias = build.bias(
+                (count, 2, width), ("expert", None, "mlp"), f"{name}.gate_up_proj_bias"
+            )
+            self.down_bias = build.bias((count, hidden), (None, None), f"{name}.down_proj_bias")
 
         def slots(leaf, n_in, n_out, **axes):
-            projection = Projection(f"{name}.{leaf}", n_in, n_out, count, "expert")
+            projection = Projection(f"{name}.{leaf}", n_in, n_out, count, "expert", moe.interleaved)
             return adapter_slots(projection, build, **axes)
 
         self.gate_slots = slots("gate_proj", hidden, width, out_axis="mlp")
@@ -47,6 +60,7 @@ class Experts(nnx.Module):
         """Sums the choices of this device's experts, from `first_expert` on."""
         gate_up = self.gate_up_proj[...]
         count, _, width, hidden = gate_up.shape
+        bias = self.gate_up_bias
         return moe_mlp(
             x,
             experts,
@@ -57,6 +71,8 @@ class Experts(nnx.Module):
             lora_of(self.gate_slots),
             lora_of(self.up_slots),
             lora_of(self.down_slots),
+            gate_up_bias=None if bias is None else bias[...].reshape(count, 2 * width),
+            gate=self.gate,
             first_group=first_expert,
             valid=valid,
         )
@@ -65,12 +81,13 @@ class Experts(nnx.Module):
 class MoeMlp(nnx.Module):
     """y = Σ_k weight_k · expert_k(x) + shared(x)."""
 
-    def __init__(self, name: str, config: ModelConfig, build: Build):
+    def __init__(self, name: str, config: ModelConfig, build: Build, gate: Gate | None = None):
+        """Args: `gate` is the activation; None is silu."""
         self.axes = build.axes
         self.expert_axis = build.mesh_axis("expert")
         self.width_axis = build.mesh_axis("mlp")
-        self.gate = Router(f"{name}.gate", config.hidden_size, config.moe, build)
-        self.experts = Experts(f"{name}.experts", config, build)
+        self.gate = Router(f"{name}.{config.moe.router}", config.hidden_size, config.moe, build)
+        self.experts = Experts(f"{name}.experts", config, build, gate)
         self.shared_experts = (
             Mlp(f"{name}.shared_experts", config.hidden_size, config.moe.shared_size, build)
             if config.moe.shared_size
@@ -97,7 +114,11 @@ class MoeMlp(nnx.Module):
         local = self.experts.down_proj[...].shape[0]
         first = self.axes.index(self.expert_axis) * local
         routed = self.experts(x, experts, weights, token_slots, first, valid)
-        y = self.axes.sum(routed, self.expert_axis, self.width_axis).astype(x.dtype)
+        y = self.axes.sum(routed, self.expert_axis, self.width_axis)
+        if self.experts.down_bias is not None:
+            bias = jnp.asarray(self.experts.down_bias[...])
+            y = y + bias_of_choices(bias, experts, weights)
+        y = y.astype(x.dtype)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x, token_slots)
         return y, experts

@@ -41,7 +41,7 @@ class Linear(nnx.Module):
         self.weight = build.weight(
             (out_features, in_features), (out_axis, in_axis), (f"{name}.weight",)
         )
-        self.bias = build.bias(out_features, out_axis, f"{name}.bias") if bias else None
+        self.bias = build.bias((out_features,), (out_axis,), f"{name}.bias") if bias else None
         projection = Projection(name, in_features, out_features, kind=kind)
         self.slots = adapter_slots(projection, build, in_axis=in_axis, out_axis=out_axis)
 
@@ -92,7 +92,9 @@ class FusedLinear(nnx.Module):
         )
         self.biases = nnx.List(
             [
-                build.bias(part.width, part.out_axis, f"{part.name}.bias") if part.bias else None
+                build.bias((part.width,), (part.out_axis,), f"{part.name}.bias")
+                if part.bias
+                else None
                 for part in parts
             ]
         )

@@ -19,14 +19,15 @@ class Router(nnx.Module):
     """Softmax or sigmoid scores, optional expert groups and correction bias, top-k.
 
     Ties go to the expert with the lower number. Weights are float32 for DeepSeek, in the
-    activations' dtype for Qwen3, as in the models' own code.
+    activations' dtype for Qwen3 and gpt-oss, as in the models' own code.
     """
 
     def __init__(self, name: str, hidden: int, config: MoeConfig, build: Build):
         self.config = config
-        self.proj = Linear(name, hidden, config.num_experts, build, kind="router")
+        experts = config.num_experts
+        self.proj = Linear(name, hidden, experts, build, bias=config.bias, kind="router")
         self.correction_bias = (
-            build.bias(config.num_experts, None, f"{name}.e_score_correction_bias", "float32")
+            build.bias((experts,), (None,), f"{name}.e_score_correction_bias", "float32")
             if config.correction_bias
             else None
         )

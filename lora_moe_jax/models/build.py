@@ -19,7 +19,7 @@ from lora_moe_jax.checkpoint.writer import write_checkpoint
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.layers.build import Build, SlotConfig
-from lora_moe_jax.models import deepseek, qwen3
+from lora_moe_jax.models import deepseek, gpt_oss, qwen3
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.models.layer_stacks import Axes, filled, place, stacks_layers
 from lora_moe_jax.parallel.mesh import axis_size, mesh_axes
@@ -30,6 +30,7 @@ FAMILIES = {
     "qwen3_moe": qwen3.make_layer,
     "deepseek_v2": deepseek.make_layer,
     "deepseek_v3": deepseek.make_layer,
+    "gpt_oss": gpt_oss.make_layer,
 }
 
 
@@ -70,18 +71,22 @@ def random_model(
     sharding_of = _sharding_of(config, mesh)
 
     def make(path, variable, number):
-        return _random(path, variable, number, sharding_of(variable.get_metadata("axes")))
+        return _random(variable, number, sharding_of(variable.get_metadata("axes")))
 
     return filled(model, make, sharding_of, stacked=stacks_layers(dtype), progress=progress)
 
 
-def _random(path, variable, seed: int, sharding: Sharding | None) -> jax.Array:
+def _random(variable, seed: int, sharding: Sharding | None) -> jax.Array:
     shape, dtype = variable.shape, variable.dtype
-    if isinstance(variable, LoraParam) or path[-1] in ("bias", "correction_bias"):
+    if isinstance(variable, LoraParam) or _is_bias(variable):
         return jnp.zeros(shape, dtype, device=sharding)
     if len(shape) == 1:
         return jnp.ones(shape, dtype, device=sharding)
     return _normal(shape, dtype, sharding)(jax.random.key(seed))
+
+
+def _is_bias(variable) -> bool:
+    return variable.get_metadata("tensors")[0].endswith(("bias", ".sinks"))
 
 
 @functools.cache

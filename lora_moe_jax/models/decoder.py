@@ -55,18 +55,13 @@ class Decoder(nnx.Module):
         self,
         config: ModelConfig,
         build: Build,
-        make_layer: Callable[[str, ModelConfig, bool, Build], DecoderLayer],
+        make_layer: Callable[[int, ModelConfig, Build], DecoderLayer],
     ):
         self.config = config
         self.embed_tokens = Embedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size, build
         )
-        self.layers = nnx.List(
-            [
-                make_layer(f"model.layers.{i}", config, config.is_sparse(i), build)
-                for i in range(config.num_layers)
-            ]
-        )
+        self.layers = nnx.List([make_layer(i, config, build) for i in range(config.num_layers)])
         self.norm = RmsNorm("model.norm", config.hidden_size, config.rms_norm_eps, build)
         self.lm_head = OutputHead(
             "lm_head",
@@ -101,11 +96,12 @@ class Decoder(nnx.Module):
         carry, choices = (self.embed_tokens(tokens, token_slots), cache.first, cache.second), []
         for run in loops(self.layers):
             if len(run) > 1:
-                carry, experts = loop(self.layers, run, call, carry)
+                kinds = [self.config.kind(number) for number in run]
+                carry, experts = loop(self.layers, run, kinds, call, carry)
                 choices += [] if experts is None else list(experts)
             else:
                 (number,) = run
-                kind, layer = self.config.is_sparse(number), self.layers[number]
+                kind, layer = self.config.kind(number), self.layers[number]
                 carry, experts = call(number, functools.partial(shared, kind, layer), carry)
                 choices += [] if experts is None else [experts]
         x, first, second = carry

@@ -10,10 +10,11 @@ from lora_moe_jax.layers.mlp import Mlp
 from lora_moe_jax.models.decoder import DecoderLayer
 
 
-def make_layer(name: str, config: ModelConfig, sparse: bool, build: Build) -> DecoderLayer:
+def make_layer(number: int, config: ModelConfig, build: Build) -> DecoderLayer:
     """One decoder layer."""
-    attention = Attention(f"{name}.self_attn", config, build)
-    if sparse:
+    name = f"model.layers.{number}"
+    attention = Attention(f"{name}.self_attn", config, build, config.window(number))
+    if config.is_sparse(number):
         mlp = MoeMlp(f"{name}.mlp", config, build)
     else:
         mlp = Mlp(f"{name}.mlp", config.hidden_size, config.intermediate_size, build)

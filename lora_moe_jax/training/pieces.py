@@ -137,7 +137,7 @@ def pieces(model: Decoder) -> list[Piece]:
     found = [Piece("embedding", model.embed_tokens, _role(_embed))]
     for i, layer in enumerate(model.layers):
         shapes = layer.self_attn.cache_shapes(config)
-        found.append(Piece(config.is_sparse(i), layer, _layer_role(shapes, config.is_sparse(i))))
+        found.append(Piece(config.kind(i), layer, _layer_role(shapes, config.is_sparse(i))))
     ending = Ending(model.norm, model.lm_head, model.embed_tokens)
     found.append(Piece("ending", ending, Role(_ending, _ending_gradients), "embed_tokens"))
     first: dict[Hashable, Piece] = {}
