@@ -26,7 +26,7 @@ from tests.adapters.tables import table
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden"
-FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
 def load(folder: Path, dtype: str = "float32"):

@@ -47,7 +47,7 @@ def engine_on(family: str, mesh: str) -> Engine:
     ("family", "mesh"),
     [
         pytest.param(family, mesh, marks=() if (family, mesh) in QUICK else pytest.mark.slow)
-        for family in ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+        for family in ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
         for mesh in MESHES
     ],
 )
