@@ -33,12 +33,13 @@ class Experts(nnx.Module):
         self.down_proj = build.weight(
             (count, hidden, width), ("expert", None, "mlp"), (f"{name}.down_proj",)
         )
-        self.gate_up_bias = self.down_bias = None
-        if moe.bias:
-            self.gate_up_bias = build.bias(
-                (count, 2, width), ("expert", None, "mlp"), f"{name}.gate_up_proj_bias"
+        self.gate_up_bias, self.down_bias = (
+            build.bias(shape, axes, f"{name}.{leaf}_bias") if moe.bias else None
+            for leaf, shape, axes in (
+                ("gate_up_proj", (count, 2, width), ("expert", None, "mlp")),
+                ("down_proj", (count, hidden), (None, None)),
             )
-            self.down_bias = build.bias((count, hidden), (None, None), f"{name}.down_proj_bias")
+        )
 
         def slots(leaf, n_in, n_out, **axes):
             projection = Projection(f"{name}.{leaf}", n_in, n_out, count, "expert", moe.interleaved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -61,7 +62,13 @@ def count_loops(function) -> int:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "deepseek_v3", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)]
+    "family",
+    [
+        "qwen3",
+        "deepseek_v3",
+        "gpt_oss",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES),
+    ],
 )
 def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
     apart = load(family)
@@ -88,6 +95,32 @@ def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        (2, None) * 5,
+        pytest.param((None, 2, 3) * 3, marks=pytest.mark.slow),
+        pytest.param((None, None, 2, 2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_a_loop_of_layers_of_several_windows(windows, request):
+    """Those that take turns, and those that do not."""
+    config = read_config(GOLDEN / "qwen3/base")
+    config = dataclasses.replace(config, num_layers=len(windows), windows=windows)
+    apart = random_model(config, dtype="float32")
+    full = random_model(dataclasses.replace(config, windows=()), dtype="float32")
+    request.getfixturevalue("stacked")
+    together = random_model(config, dtype="float32")
+    assert loops(together.layers) == [range(len(windows))]
+    functions = [functools.partial(hidden, model) for model in (together, apart, full)]
+    assert [count_loops(function) for function in functions] == [1, 0, 0]
+    found, wanted, other = (jax.tree.leaves(jax.jit(function)()) for function in functions)
+    for one, its in zip(found, wanted, strict=True):
+        # XLA for CPUs compiles what is inside a loop of two turns otherwise than what is outside.
+        np.testing.assert_allclose(one, its, atol=1e-5)
+    assert np.abs(found[0] - other[0]).max() > 1e-2
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one device", "four"])
