@@ -56,7 +56,7 @@ def test_golden_logits_after_rewriting(family, name, tmp_path):
     assert np.abs(logits - golden["logits.base"]).max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES[1:])
 def test_router_head_embedding_and_lone_gate(family, tmp_path):
     """What the goldens lack: every kind of projection, mixed ranks, an expert gate without up."""
     projections = table(family)
@@ -88,11 +88,14 @@ def merged_logits(family: str, pairs: dict[str, LoraPair], ids: np.ndarray, scra
     from safetensors.numpy import load_file, save_file
     from transformers import AutoModelForCausalLM
 
-    base = GOLDEN / family / "base"
+    base, projections = GOLDEN / family / "base", table(family)
     weights = load_file(base / "model.safetensors")
     for name, pair in pairs.items():
         delta = pair.scaling[:, None, None] * np.einsum("gri,gro->goi", pair.a, pair.b)
         block, _, leaf = name.rpartition(".")
+        if projections[name].interleaved:
+            add_interleaved(weights, block, leaf, delta)
+            continue
         for group, change in enumerate(delta):
             key = f"{block}.{group}.{leaf}.weight" if len(delta) > 1 else f"{name}.weight"
             weights[key] = weights[key] + (change.T if name == "model.embed_tokens" else change)
@@ -107,6 +110,18 @@ def merged_logits(family: str, pairs: dict[str, LoraPair], ids: np.ndarray, scra
     ).eval()
     with torch.no_grad():
         return model(input_ids=torch.from_numpy(ids), use_cache=False).logits.float().numpy()
+
+
+def add_interleaved(weights: dict[str, np.ndarray], block: str, leaf: str, delta) -> None:
+    """Adds [E, out, in] to gpt-oss's [E, in, out], in which gate and up take turns."""
+    key = f"{block}.{'down_proj' if leaf == 'down_proj' else 'gate_up_proj'}"
+    places = {
+        "gate_proj": slice(0, None, 2),
+        "up_proj": slice(1, None, 2),
+        "down_proj": slice(None),
+    }
+    weights[key] = weights[key].copy()
+    weights[key][..., places[leaf]] += delta.swapaxes(1, 2)
 
 
 def test_peft_saves_back_what_it_loaded(tmp_path):

@@ -12,7 +12,7 @@ LENGTHS = [1, 3, 7, 12, 17, 23, 31, 40]
 MIX = ["attn", None, "experts", "rslora", None, "attn", "experts", "rslora"]
 
 
-QUICK = ("qwen3_moe", "deepseek_v3")  # grouped heads and latents, both with experts
+QUICK = ("qwen3_moe", "deepseek_v3", "gpt_oss")  # grouped heads, latents, windows; with experts
 
 
 @pytest.fixture(

@@ -20,7 +20,7 @@ from tests.serving.helpers import load_golden
 TOLERANCE = 1e-4
 CASES = [(family, adapter) for family in FAMILIES for adapter in (None, *golden_adapters(family))]
 # Of these families other quick tests need whole engines. The rest compiles one step.
-SHARED = ("qwen3_moe", "deepseek_v3")
+SHARED = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 ONE_STEP = {"token_buckets": (96,), "max_logprobs": 0}
 MOE_FAMILIES = [family for family in FAMILIES if (GOLDEN / family / "base_fused").exists()]
 

@@ -17,9 +17,11 @@ LENGTHS = [2, 33, 7, 20, 65, 12]
     "family, dtype",
     [
         ("deepseek_v3", "float32"),
+        ("gpt_oss", "float32"),
         pytest.param("qwen3_moe", "float32", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "bfloat16", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_logprobs_are_those_of_serving(pair, family, dtype):

@@ -113,10 +113,17 @@ def of_peft(family: str) -> dict[str, np.ndarray]:
         elif module.parameter_name == "down_proj":
             found[f"{name}.down_proj"] = a, b
         else:
-            rank, width = a.shape[1] // 2, b.shape[2] // 2
-            found[f"{name}.gate_proj"] = a[:, :rank], b[:, :rank, :width]
-            found[f"{name}.up_proj"] = a[:, rank:], b[:, rank:, width:]
+            rank, (gate, up) = a.shape[1] // 2, gate_and_up(family, b)
+            found[f"{name}.gate_proj"] = a[:, :rank], gate[:, :rank]
+            found[f"{name}.up_proj"] = a[:, rank:], up[:, rank:]
     return flat(loss, found)
+
+
+def gate_and_up(family: str, b: np.ndarray) -> list[np.ndarray]:
+    """Their columns of one factor."""
+    if family == "gpt_oss":
+        return [b[..., 0::2], b[..., 1::2]]
+    return np.split(b, 2, axis=-1)
 
 
 def of_shared(family: str) -> dict[str, np.ndarray]:
@@ -146,10 +153,11 @@ def merged(family: str, model, pairs: dict[str, LoraPair], factors: dict) -> Cal
             block = name.rpartition(".")[0]
             gate, up, down = (deltas[f"{block}.{leaf}"] for leaf in EXPERTS)
             fused, last = f"{block}.gate_up_proj", f"{block}.down_proj"
-            weights[fused], weights[last] = (
-                base[fused] + torch.cat([gate, up], 1),
-                base[last] + down,
-            )
+            if kinds[name].interleaved:
+                both, down = torch.stack([gate, up], 2).flatten(1, 2).mT, down.mT
+            else:
+                both = torch.cat([gate, up], 1)
+            weights[fused], weights[last] = base[fused] + both, base[last] + down
         else:
             key, own = f"{name}.weight", delta[0]
             weights[key] = base[key] + (own.T if kinds[name].kind == "embedding" else own)
