@@ -111,7 +111,7 @@ def written_over(plain: Engine, steps: int, numbers, params=None) -> tuple:
         if place:
             plain._runner.step()
         params_on_device = DeviceParams.of(version(plain, number), plain.bank)
-        plain._writer.write(slot, params_on_device)
+        assert not list(plain._writer.write(slot, params_on_device))
     out = end(stream)
     assert out.adapter_versions == [out.adapter_version] * len(out.token_ids)
     plain.unload_adapter("reference")
