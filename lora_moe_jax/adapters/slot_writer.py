@@ -179,13 +179,20 @@ def _sent(slot: Lora | KvBLora, pair: LoraPair | None, where: Lora | KvBLora) ->
 
 def _padded(slot: Lora | KvBLora, pair: LoraPair | None) -> Lora | KvBLora:
     """A slot's new values: ranks padded with zeros, shared factors repeated if need be."""
+    parts = () if pair is None else tuple(_parts(slot, pair))
+    if parts and all(map(_fits, parts, slot)):  # a copy takes as long as it does to send it
+        return type(slot)(*parts, np.broadcast_to(pair.scaling, slot.scaling.shape))
     values = type(slot)(*(np.zeros(array.shape, array.dtype) for array in slot))
     if pair is None:
         return values
-    for value, part in zip(values[:-1], _parts(slot, pair), strict=True):
+    for value, part in zip(values[:-1], parts, strict=True):
         value[:, : pair.rank] = part
     values.scaling[:] = pair.scaling
     return values
+
+
+def _fits(part: np.ndarray, like: jax.ShapeDtypeStruct) -> bool:
+    return (part.shape, part.dtype) == (like.shape, like.dtype)
 
 
 def _padded_on_device(slot: Lora | KvBLora, pair: Factors) -> Lora | KvBLora:
