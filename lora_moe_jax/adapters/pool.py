@@ -4,8 +4,9 @@ The unit is one version of an adapter, an `Entry`. Loading under a taken name ma
 requests keep the one that they began with. So an entry's host copy lives while its name stands for
 it or an unfinished request holds it, and its slot cannot be taken while a request runs with it.
 Otherwise a slot is only a cache: the least recently used entry gives up its own to one that needs
-it, and comes back from the host copy. One slot of every rank, or a larger one, is never pinned, so
-that every adapter has a turn.
+it, and comes back from the host copy. That is written in parts, between which others go on: the
+entry has its slot, which nobody takes then, and its requests wait for the last part. One slot of
+every rank, or a larger one, is never pinned, so that every adapter has a turn.
 
 Slots may be of several ranks. An adapter takes the smallest that is free and holds its rank, or one
 of the smallest rank where none is.
@@ -44,7 +45,8 @@ class AdapterPool:
 
     Args:
       ranks: the largest rank that fits into each slot of the bank, in ascending order.
-      write: puts an adapter into a slot; it is given only what fits, and must not fail.
+      write: puts an adapter into a slot, a part with each step of the iterator; it is given only
+        what fits, and must not fail.
       read: makes the host copy of what came from the device and is in a slot.
       switch: whether a new version is the successor of the one before; the requests are to be told.
 
@@ -56,7 +58,7 @@ class AdapterPool:
     def __init__(
         self,
         ranks: Sequence[int],
-        write: Callable[[int, Adapter | DeviceParams], None],
+        write: Callable[[int, Adapter | DeviceParams], Iterator[None]],
         read: Callable[[int, InSlot], Adapter],
         *,
         switch: bool = False,
@@ -67,6 +69,7 @@ class AdapterPool:
         self._switch = switch
         self._ranks = tuple(ranks)
         self._slots: list[Entry | None] = [None] * len(ranks)
+        self._writing: dict[Entry, Iterator[None]] = {}  # the rest of what goes into its slot
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()  # replaced or unloaded; unfinished requests hold them
         self._versions: dict[str, int] = {}  # goes on counting after a name was unloaded
@@ -119,9 +122,9 @@ class AdapterPool:
     def add(self, name: str, adapter: Adapter) -> Entry:
         """Makes `adapter`, which fits the bank, the newest version under a good name.
 
-        It is written at once if it has the slot of the version before, or one is free. A pin stays
-        with the name; for that an idle adapter makes room, and if none is idle the new version gets
-        its slot when first used.
+        It gets a slot at once if it has that of the version before, or one is free; it is in it
+        when requests run with it, else after `write_all`. A pin stays with the name; for that an
+        idle adapter makes room, and if none is idle the new version gets its slot when first used.
 
         Raises:
           AdapterError: its rank is too large for the slot of the version before, whose pin or whose
@@ -131,11 +134,14 @@ class AdapterPool:
         self._check_pin(name, adapter.rank)
         runs = self._switch and old is not None and old.running
         if runs and not self._holds(old.slot, adapter.rank):
+            self.write_all()
             self._check_obtainable(name, adapter.rank)
         entry = self._new_version(name, adapter)
         free = None in map(self._slots.__getitem__, self._fitting(entry, entry.info.rank))
         if entry.slot is not None or free or entry.info.pinned or entry.running:
             self._place(entry)
+        if entry.running:
+            self._write_rest(entry)
         return entry
 
     def check_trainer(self, name: str, trainer: object | None = None) -> None:
@@ -169,9 +175,11 @@ class AdapterPool:
         self._check_pin(name, rank)
         in_place = self._switch and old is not None and self._holds(old.slot, rank)
         if not in_place:
+            self.write_all()
             self._check_obtainable(name, rank)
         entry = self._new_version(name, params.in_slot)
         self._place(entry, params)
+        self._write_rest(entry)
         if trainer is not None:
             self._trainers[name] = trainer
         return entry
@@ -267,7 +275,7 @@ class AdapterPool:
         self._retire(self._entries.pop(name))
 
     def pin(self, name: str) -> AdapterInfo:
-        """Gives the adapter a slot, if it has none, that nobody takes from it.
+        """Gives the adapter a slot, if it has none, that nobody takes from it, as `add` does.
 
         Raises:
           AdapterError: no slot can be had, or every other slot of its rank but one is pinned.
@@ -285,6 +293,7 @@ class AdapterPool:
                 hint=f"unpin_adapter one of {_shown(pinned)}, "
                 "or build the engine with a larger max_adapters",
             )
+        self.write_all()
         before, entry.info = entry.info, replace(entry.info, pinned=True)
         if entry.slot is None and not self._place(entry):
             entry.info = before
@@ -310,9 +319,20 @@ class AdapterPool:
         """A request comes that will use this version."""
         entry.requests += 1
 
-    def acquire(self, entry: Entry) -> bool:
-        """The request is to run: whether the entry has a slot, which it then keeps."""
+    def acquire(self, entry: Entry, *, at_once: bool = True) -> bool:
+        """The request is to run: whether the entry is in a slot, which it then keeps.
+
+        Args:
+          at_once: write all that there is to write. Otherwise the entry may have a slot, and be in
+            it only after some `write_part`.
+        """
+        if at_once:
+            self.write_all()
         if entry.slot is None and not self._place(entry):
+            return False
+        if at_once:
+            self._write_rest(entry)
+        if entry in self._writing:
             return False
         entry.running += 1
         entry.last_used = next(self._clock)
@@ -331,6 +351,34 @@ class AdapterPool:
             self._drop(entry)
 
     # Slots
+
+    @property
+    def writing(self) -> bool:
+        """Whether there is something to write."""
+        return bool(self._writing)
+
+    def write_part(self) -> bool:
+        """Writes a part of what came first; whether an entry is in its slot now."""
+        return self._write_part(next(iter(self._writing)))
+
+    def write_all(self) -> None:
+        """Writes all that there is to write."""
+        for entry in list(self._writing):
+            self._write_rest(entry)
+
+    def _write_rest(self, entry: Entry) -> None:
+        while entry in self._writing:
+            self._write_part(entry)
+
+    def _write_part(self, entry: Entry) -> bool:
+        try:
+            done = next(self._writing[entry], self) is self
+        except BaseException:
+            self._vacate(entry)
+            raise
+        if done:
+            del self._writing[entry]
+        return done
 
     def place_all(self, names: Sequence[str]) -> list[int]:
         """Gives all of these adapters slots, which they keep until the pool is asked for more.
@@ -368,7 +416,8 @@ class AdapterPool:
                 self._place(entry)
 
     def _place(self, entry: Entry, params: DeviceParams | None = None) -> bool:
-        """Writes the entry to its slot, or one that is free or that an idle entry gives up, if any.
+        """Begins to write the entry to its slot, or to one that is free or that an idle entry gives
+        up, if any.
 
         Args:
           params: its values, if there is no host copy.
@@ -379,7 +428,7 @@ class AdapterPool:
         if self._slots[slot] not in (None, entry):
             self._make_room(self._slots[slot])
             self.evictions += 1
-        self._write(slot, entry.adapter if params is None else params)
+        self._writing[entry] = self._write(slot, entry.adapter if params is None else params)
         self.loads += 1
         self._slots[slot] = entry
         entry.info = replace(entry.info, slot=slot)
@@ -397,6 +446,7 @@ class AdapterPool:
             slot
             for slot in fitting
             if not (self._slots[slot].running or self._slots[slot].info.pinned)
+            and self._slots[slot] not in self._writing
         ]
         order = [(self._ranks[slot], self._slots[slot].last_used, slot) for slot in idle]
         return min(order)[-1] if order else None
@@ -439,6 +489,7 @@ class AdapterPool:
         self._vacate(entry)
 
     def _vacate(self, entry: Entry) -> None:
+        self._writing.pop(entry, None)
         if entry.slot is not None:
             self._slots[entry.slot] = None
             entry.info = replace(entry.info, slot=None)

@@ -4,9 +4,10 @@ A write donates the old arrays, so nothing is reallocated, and runs compiled fun
 is recompiled. Steps that were begun before it and have not run yet read the arrays as they were:
 the runtime writes into donated memory only after everything dispatched that reads it.
 
-Adapters from host memory are padded there, and rounded, by threads, as others wait while a slot is
-written; each shape of projection has a function, compiled at the start. Adapters from the device
-take one function for the whole bank, compiled when the first one of these shapes comes.
+Adapters from host memory are written a projection at a time, so that steps may come between. They
+are padded there, rounded, and sent, by threads; each shape of projection has a function, compiled
+at the start, that puts what has come into its place. Adapters from the device take one function for
+the whole bank, compiled when the first one of these shapes comes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lora_moe_jax.adapters.adapter import Adapter, LoraPair
 from lora_moe_jax.adapters.bank import Bank, KvBLora, Place, RankClass
@@ -29,7 +31,7 @@ from lora_moe_jax.adapters.device_params import DeviceParams, Factors, InSlot
 from lora_moe_jax.errors import AdapterError
 from pallas_kernels import Lora
 
-AHEAD = 16  # projections that are padded before they are written: each is a copy in memory
+AHEAD = 16  # projections that are sent before they are written: each is a copy on the device
 
 
 class SlotWriter:
@@ -37,22 +39,22 @@ class SlotWriter:
 
     def __init__(self, bank: Bank):
         self._bank = bank
-        threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="padding")
+        threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="sending")
         self._classes = {rank: _ClassWriter(its, threads) for rank, its in bank.classes.items()}
         self._finite = jax.jit(_finite)
 
-    def write(self, slot: int, adapter: Adapter | DeviceParams) -> None:
-        """Puts an adapter into a slot.
+    def write(self, slot: int, adapter: Adapter | DeviceParams) -> Iterator[None]:
+        """Puts an adapter into a slot, a part with each step of the iterator.
 
         Raises:
-          AdapterError: it does not fit. Nothing is written then.
+          AdapterError: in the first step: it does not fit. Nothing is written then.
         """
         rank, place = self._bank.locate(slot)
         if isinstance(adapter, DeviceParams):
             self._classes[rank].write_params(place, adapter)
             return
         self._bank.check(adapter)
-        self._classes[rank].write(place, adapter)
+        yield from self._classes[rank].write(place, adapter)
 
     def check_finite(self, params: DeviceParams) -> None:
         """Raises AdapterError for a NaN or an infinity. Waits until the values are there."""
@@ -81,6 +83,7 @@ class _ClassWriter:
     def __init__(self, slots: RankClass, threads: ThreadPoolExecutor):
         self._slots, self._threads = slots, threads
         shardings = {stack: _shardings(lora) for stack, lora in slots.stacks.items()}
+        self._places = {stack: _value_shardings(lora) for stack, lora in slots.stacks.items()}
         members: dict[str, list[str]] = {}
         for name, place in slots.places.items():
             members.setdefault(place.stack, []).append(name)
@@ -91,20 +94,21 @@ class _ClassWriter:
         self._writers = self._compile(_compiled_writer)
         self._readers: dict[str, Any] = {}
 
-    def write(self, slot: int, adapter: Adapter) -> None:
+    def write(self, slot: int, adapter: Adapter) -> Iterator[None]:
         slots, slot = self._slots, np.int32(slot)
-        for name, values in self._all_padded(adapter):
+        for name, values in self._all_sent(adapter):
             stack, index = slots.places[name]
             slots.stacks[stack] = self._writers[stack](
                 slots.stacks[stack], np.int32(index), slot, values
             )
+            yield
 
-    def _all_padded(self, adapter: Adapter) -> Iterator[tuple[str, Lora | KvBLora]]:
-        """The new values of each projection, some of them made ahead."""
+    def _all_sent(self, adapter: Adapter) -> Iterator[tuple[str, Lora | KvBLora]]:
+        """The new values of each projection on the device, some of them sent ahead."""
         begun = deque()
-        for name in self._slots.places:
-            values = self._slots.like(name), adapter.pairs.get(name)
-            begun.append((name, self._threads.submit(_padded, *values)))
+        for name, place in self._slots.places.items():
+            values = self._slots.like(name), adapter.pairs.get(name), self._places[place.stack]
+            begun.append((name, self._threads.submit(_sent, *values)))
             if len(begun) == AHEAD:
                 name, values = begun.popleft()
                 yield name, values.result()
@@ -142,8 +146,24 @@ def _shardings(lora: Lora | KvBLora):
     return type(lora)(*(array.sharding for array in lora))
 
 
+def _value_shardings(lora: Lora | KvBLora):
+    """Of one slot of one projection."""
+
+    def without_slots(sharding):
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[2:]))
+
+    return type(lora)(*map(without_slots, _shardings(lora)))
+
+
 def _compiled_writer(lora: Lora | KvBLora):
-    values = type(lora)(*(np.zeros(array.shape[2:], array.dtype) for array in lora))
+    values = type(lora)(
+        *(
+            jax.ShapeDtypeStruct(array.shape[2:], array.dtype, sharding=where)
+            for array, where in zip(lora, _value_shardings(lora), strict=True)
+        )
+    )
     write = jax.jit(_write_one, donate_argnums=0, out_shardings=_shardings(lora))
     return write.lower(lora, np.int32(0), np.int32(0), values).compile()
 
@@ -152,15 +172,27 @@ def _compiled_reader(lora: Lora | KvBLora):
     return jax.jit(_read_one).lower(lora, np.int32(0), np.int32(0)).compile()
 
 
+def _sent(slot: Lora | KvBLora, pair: LoraPair | None, where: Lora | KvBLora) -> Lora | KvBLora:
+    """`_padded` on its way to the device."""
+    return jax.device_put(_padded(slot, pair), where)
+
+
 def _padded(slot: Lora | KvBLora, pair: LoraPair | None) -> Lora | KvBLora:
     """A slot's new values: ranks padded with zeros, shared factors repeated if need be."""
+    parts = () if pair is None else tuple(_parts(slot, pair))
+    if parts and all(map(_fits, parts, slot)):  # a copy takes as long as it does to send it
+        return type(slot)(*parts, np.broadcast_to(pair.scaling, slot.scaling.shape))
     values = type(slot)(*(np.zeros(array.shape, array.dtype) for array in slot))
     if pair is None:
         return values
-    for value, part in zip(values[:-1], _parts(slot, pair), strict=True):
+    for value, part in zip(values[:-1], parts, strict=True):
         value[:, : pair.rank] = part
     values.scaling[:] = pair.scaling
     return values
+
+
+def _fits(part: np.ndarray, like: jax.ShapeDtypeStruct) -> bool:
+    return (part.shape, part.dtype) == (like.shape, like.dtype)
 
 
 def _padded_on_device(slot: Lora | KvBLora, pair: Factors) -> Lora | KvBLora:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal, TypeVar
 
-from lora_moe_jax.adapters import Adapter, read_adapter
+from lora_moe_jax.adapters import Adapter
 from lora_moe_jax.adapters.entry import AdapterInfo
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving import validate
@@ -149,15 +149,10 @@ class AsyncEngine:
     # Adapters and counters
 
     async def load_adapter(self, name: str, source: str | os.PathLike | Adapter) -> AdapterInfo:
-        """`Engine.load_adapter`; the files are read while the engine goes on."""
-        if isinstance(source, str | os.PathLike):
-            source = await asyncio.to_thread(
-                read_adapter,
-                source,
-                self._engine.bank.projections,
-                max_rank=self.options.max_rank,
-            )
-        return await self._run(lambda: self._engine.load_adapter(name, source))
+        """`Engine.load_adapter`; it is read, checked and copied while the engine goes on."""
+        await self._run(lambda: self._engine._check_new_version(name))
+        adapter = await asyncio.to_thread(self._engine._host_copy, source)
+        return await self._run(lambda: self._engine._add_adapter(name, adapter))
 
     async def update_adapter(self, name: str, params) -> AdapterInfo:
         """`Engine.update_adapter`."""

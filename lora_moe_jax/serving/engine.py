@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from jax.sharding import Mesh
@@ -252,7 +252,8 @@ class Engine:
         """Loads an adapter folder (or one in memory, which is copied) under a name.
 
         It is kept in host memory, or on disk (`adapter_disk` of `from_pretrained`), and goes to the
-        device at once if a slot is free, otherwise with the first request that uses it. Under a
+        device at once if a slot is free, otherwise with the first request that uses it; while
+        requests run, in parts between their steps. Under a
         name that is taken it is a new version, which later requests use; those that have begun end
         with the version that they began with, or go on with the new one: see `update_policy`.
 
@@ -261,14 +262,22 @@ class Engine:
             room on disk. Nothing has changed then.
         """
         self._check_new_version(name)
+        return self._add_adapter(name, self._host_copy(source))
+
+    @uninterrupted()
+    def _add_adapter(self, name: str, adapter: Adapter) -> AdapterInfo:
+        self._check_new_version(name)
+        info = self._adapters.add(name, adapter).info
+        self._runner.scheduler.switch_versions()
+        self._write_if_idle()
+        return info
+
+    def _host_copy(self, source: str | os.PathLike | Adapter) -> Adapter:
+        """An adapter as the pool keeps it, which fits the bank. Any thread may make one."""
         adapter = self._read_adapter(source)
         self.bank.check(adapter)
-        if self.options.adapter_disk is not None:
-            adapter = on_disk(adapter, self.options.adapter_disk)
-        with uninterrupted():
-            info = self._adapters.add(name, adapter).info
-            self._runner.scheduler.switch_versions()
-        return info
+        folder = self.options.adapter_disk
+        return adapter if folder is None else on_disk(adapter, folder)
 
     @uninterrupted()
     def update_adapter(
@@ -327,12 +336,21 @@ class Engine:
         self._check_bank()
         self._adapters.check_trainer(name, trainer)
 
-    def _write_slot(self, slot: int, adapter: Adapter | DeviceParams) -> None:
+    def _write_slot(self, slot: int, adapter: Adapter | DeviceParams) -> Iterator[None]:
+        parts = self._writer.write(slot, adapter)
         if isinstance(adapter, DeviceParams):  # compiles for the first of its shapes
-            self._writer.write(slot, adapter)
+            yield from parts
             return
-        with no_compile("writing an adapter to its slot"):
-            self._writer.write(slot, adapter)
+        written = False
+        while not written:
+            with no_compile("writing an adapter to its slot"):
+                written = next(parts, parts) is parts
+            yield
+
+    def _write_if_idle(self) -> None:
+        """Slots that wait to be written are, unless requests run: then it is done between steps."""
+        if not self._runner.scheduler.running:
+            self._adapters.write_all()
 
     def _check_bank(self) -> None:
         if self.options.max_adapters == 0:
@@ -387,7 +405,9 @@ class Engine:
         self._adapters.get(name)
         self._check_bank()
         self._runner.scheduler.look_again()
-        return self._adapters.pin(name)
+        info = self._adapters.pin(name)
+        self._write_if_idle()
+        return info
 
     @uninterrupted()
     def unpin_adapter(self, name: str) -> AdapterInfo:
@@ -528,6 +548,7 @@ class Engine:
         if self._asleep == 2:
             self.bank.stacks = renewed(self.bank.stacks)
             self._adapters.place_pinned()
+            self._adapters.write_all()
         if self._asleep:
             self._runner.steps.pages = renewed(self._runner.steps.pages)
             self._runner.scheduler.look_again()

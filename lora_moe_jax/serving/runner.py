@@ -133,8 +133,15 @@ class Runner:
             elif self.scheduler.waiting and not self._under_way:
                 raise AssertionError("requests wait, and none of them can ever run")
             if len(self._under_way) > (batch is not None):
+                self._write_slots(self._under_way[0])
                 self._read(self._under_way.popleft())
         self._host_seconds += time.perf_counter() - begun - (self.steps.waited - waited)
+
+    def _write_slots(self, step: UnderWay) -> None:
+        """Adapters that requests wait for go to their slots while the device computes a step."""
+        begun = time.perf_counter()
+        self.scheduler.write_slots(lambda: not step.chosen.is_ready())
+        self._host_seconds -= time.perf_counter() - begun
 
     @contextlib.contextmanager
     def _starting_over(self) -> Iterator[None]:

@@ -23,6 +23,8 @@ of the former nothing with an adapter is admitted before it. So none starves. Ta
 queue: once no adapter passes it, those that run end, and some slot, as one is never pinned, is
 without a running request and goes to nobody else; it then waits for a row and for pages alone,
 which nobody takes before it but those that ran already and made room. Then the next is the first.
+One whose adapter is being written to its slot is passed by any, for as many steps as that takes:
+nobody takes the slot meanwhile, and then it has its turn before those behind it.
 All this holds within a priority and while no request of a higher one comes: as those go first, a
 lower priority starves for as long as they keep coming. Of the lower ones, no more than `MAX_PASSES`
 with adapters pass a request that waits for a slot.
@@ -47,7 +49,7 @@ that the host's books follow that order too:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lora_moe_jax.adapters.entry import Entry
 from lora_moe_jax.adapters.pool import AdapterPool
@@ -65,6 +67,10 @@ EARLY = 16
 # About as many as run together: the batch stays full while the one slot that is waited for empties,
 # and the wait grows by about the length of one request.
 MAX_PASSES = 8
+
+# Parts of adapters that are written in one step's time: more than the first few while the device is
+# busy. The runtime takes some 30 operations before the first has run, and then lets the host wait.
+LEAST_PARTS, MOST_PARTS = 4, 16
 
 
 class Scheduler:
@@ -311,7 +317,8 @@ class Scheduler:
                 return
             if request.adapter is not None:
                 if not self._acquire_slot(request.adapter, slotless):
-                    slotless.append(request)
+                    if request.adapter.slot is None:
+                        slotless.append(request)
                     continue
                 for other in slotless:
                     other.passed += 1
@@ -322,7 +329,17 @@ class Scheduler:
         overdue = any(request.passed >= MAX_PASSES for request in slotless)
         if overdue or (slotless and adapter.slot is None):
             return False  # where the first found no slot there is none, or it is another's
-        return self.adapters.acquire(adapter)
+        # Where nobody runs, nobody has to wait for what is written.
+        return self.adapters.acquire(adapter, at_once=not self.running)
+
+    def write_slots(self, busy: Callable[[], bool]) -> None:
+        """Goes on writing adapters to their slots: some parts, more while the device is busy."""
+        for number in range(MOST_PARTS):
+            if self.adapters is None or not self.adapters.writing:
+                return
+            if number >= LEAST_PARTS and not busy():
+                return
+            self._look |= self.adapters.write_part()
 
     def _needed(self, request: Request) -> int:
         """Pages to begin with: one more than it fills at once, so that it gets on with them."""

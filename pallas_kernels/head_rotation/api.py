@@ -19,8 +19,8 @@ IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
 
 def rotate_and_cache(
     heads: Float[Array, "tokens all_heads width"],
-    q_weight: Float[Array, " width"],
-    k_weight: Float[Array, " width"],
+    q_weight: Float[Array, " width"] | None,
+    k_weight: Float[Array, " width"] | None,
     cos: Float[Array, "tokens half"],
     sin: Float[Array, "tokens half"],
     k_pages: Float[Array, "pages page_size kv_heads width"],
@@ -32,26 +32,33 @@ def rotate_and_cache(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Normed and rotated queries, and the pages with normed, rotated keys and with values.
 
+    Without weights nothing is normed.
+
     Differentiable with respect to heads, weights and pages, not to angles.
 
     Args:
       heads: of each token H query heads, G key heads and G value heads.
       q_weight, k_weight: of the RMS norm over each head, see `rms_norm`; a `Layered` one has no
-        gradient.
+        gradient. Both or none.
       cos, sin: float32, of the angle of each pair of features (j, j + D / 2).
       implementation: "xla", "triton" (GPUs, D a power of two) or "mosaic_gpu" (Hopper, up to 64
-        heads in all, of bfloat16 and D = 128; the gradient is Triton's); None takes what serves the
-        platform and the shapes best. Their bits differ; a token's depend on that token alone.
+        heads in all, of bfloat16 and D = 128, normed; the gradient is Triton's); None takes what
+        serves the platform and the shapes best. Their bits differ; a token's depend on that token
+        alone.
 
     Returns:
       q [T, H, D], k_pages, v_pages. Padding tokens, and positions past the page table, are not
       cached.
 
     Raises:
+      ValueError: one weight without the other.
       NotImplementedError: an implementation that does not exist or cannot serve these shapes.
     """
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight and k_weight: queries and keys are normed, or neither are")
+    normed = q_weight is not None
     return differentiable.rotate_and_cache(
-        _backend(implementation, heads, k_pages, v_pages), eps,
+        _backend(implementation, normed, heads, k_pages, v_pages), eps,
         heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view,
     )  # fmt: skip
 
@@ -65,12 +72,12 @@ def rotate(
     return xla.rotate(x, cos, sin)
 
 
-def _backend(implementation: str | None, heads, k_pages, v_pages) -> ModuleType:
+def _backend(implementation: str | None, normed: bool, heads, k_pages, v_pages) -> ModuleType:
     check_known(implementation, IMPLEMENTATIONS)
     if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
         return xla
-    pages = k_pages, v_pages
-    module = mosaic_gpu_module("pallas_kernels.head_rotation", implementation, heads, *pages)
+    arguments = normed, heads, k_pages, v_pages
+    module = mosaic_gpu_module("pallas_kernels.head_rotation", implementation, *arguments)
     if module is not None:
         return module
     width = heads.shape[2]

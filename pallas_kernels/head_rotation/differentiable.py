@@ -41,7 +41,7 @@ def _backward(backend, eps, arguments, gradients):
     weights = without_layers((q_weight, k_weight))
     _, pullback = jax.vjp(plain, weights, k_pages, v_pages)
     dweights, dk_pages, dv_pages = pullback(gradients)
-    frozen = map(is_layered, (q_weight, k_weight))
+    frozen = (its is None or is_layered(its) for its in (q_weight, k_weight))
     dweights = (None if its else dweight for its, dweight in zip(frozen, dweights, strict=True))
     dheads = backend.head_gradients(heads, q_weight, k_weight, cos, sin, *gradients, view, eps)
     return dheads, *dweights, None, None, dk_pages, dv_pages, None

@@ -31,10 +31,12 @@ LAYOUT, OF_COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
 COLUMNS = pl.ds(0, HALF), pl.ds(HALF, HALF)  # of each half
 
 
-def check(heads, k_pages, v_pages):
+def check(normed: bool, heads, k_pages, v_pages):
     """Raises NotImplementedError if the kernel cannot serve these shapes."""
     arrays = heads, k_pages, v_pages
-    if heads.shape[2] != WIDTH or heads.shape[1] > ROWS:
+    if not normed:
+        fault = "heads must be normed"
+    elif heads.shape[2] != WIDTH or heads.shape[1] > ROWS:
         fault = f"heads must be of width {WIDTH}, and at most {ROWS}"
     elif any(its.dtype != jnp.bfloat16 for its in arrays):
         fault = "heads and pages must be bfloat16"
@@ -48,7 +50,7 @@ def rotate_and_cache(
     heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps, *, interpreted=False
 ):
     """See `api.rotate_and_cache`. `interpreted`: for Pallas's interpreter."""
-    check(heads, k_pages, v_pages)
+    check(q_weight is not None, heads, k_pages, v_pages)
     tokens, count, _ = heads.shape
     weights = stacked_weights(heads, q_weight, k_weight)
     programs = min(tokens, MOST_PROGRAMS)

@@ -23,37 +23,35 @@ MOST_HEADS = 8  # query heads of a program
 def rotate_and_cache(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps):
     tokens, count, width = heads.shape
     q_heads = count - 2 * k_pages.shape[2]
-    weights = stacked_weights(heads, q_weight, k_weight)
-    layer, weights = layer_of(*weights), [its.stack for its in weights]
+    inputs = _Inputs.operands(heads, q_weight, k_weight, cos, sin, view)
     part = min(MOST_HEADS, q_heads & -q_heads)  # blocks are powers of two
     call = pl.pallas_call(
-        functools.partial(_kernel, part, eps),
+        functools.partial(_kernel, q_weight is not None, part, eps),
         out_shape=(
             jax.ShapeDtypeStruct((tokens, q_heads, width), heads.dtype),
             jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
             jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
         ),
         grid=(tokens, q_heads // part + 1),
-        input_output_aliases={9: 1, 10: 2},
+        input_output_aliases={len(inputs): 1, len(inputs) + 1: 2},
         compiler_params=plgpu.CompilerParams(num_warps=1),
         interpret=jax.default_backend() == "cpu",
         name="rotate_and_cache",
     )
-    return call(layer, heads, *weights, cos, sin, *view, k_pages, v_pages)
+    return call(*inputs, k_pages, v_pages)
 
 
 def head_gradients(heads, q_weight, k_weight, cos, sin, dq, dk_pages, dv_pages, view, eps):
-    weights = stacked_weights(heads, q_weight, k_weight)
-    layer, weights = layer_of(*weights), [its.stack for its in weights]
+    inputs = _Inputs.operands(heads, q_weight, k_weight, cos, sin, view)
     call = pl.pallas_call(
-        functools.partial(_gradient_kernel, eps),
+        functools.partial(_gradient_kernel, q_weight is not None, eps),
         out_shape=jax.ShapeDtypeStruct(heads.shape, heads.dtype),
         grid=(heads.shape[0],),
         compiler_params=plgpu.CompilerParams(num_warps=4),
         interpret=jax.default_backend() == "cpu",
         name="head_gradients",
     )
-    return call(layer, heads, *weights, cos, sin, *view, dq, dk_pages, dv_pages)
+    return call(*inputs, dq, dk_pages, dv_pages)
 
 
 def stacked_weights(heads, *weights):
@@ -65,17 +63,35 @@ def stacked_weights(heads, *weights):
 
 
 class _Inputs(NamedTuple):
-    """References that both kernels begin with, see `rotate_and_cache`."""
+    """References that both kernels begin with, see `rotate_and_cache`.
 
-    layer: jax.Array
+    The layer and the weights, which come last, are None where nothing is normed.
+    """
+
     heads: jax.Array
-    q_weight: jax.Array
-    k_weight: jax.Array
     cos: jax.Array
     sin: jax.Array
     request: jax.Array
     positions: jax.Array
     page_tables: jax.Array
+    layer: jax.Array | None = None
+    q_weight: jax.Array | None = None
+    k_weight: jax.Array | None = None
+
+    @staticmethod
+    def operands(heads, q_weight, k_weight, cos, sin, view):
+        """What a kernel is given for them."""
+        operands = heads, cos, sin, *view
+        if q_weight is None:
+            return operands
+        weights = stacked_weights(heads, q_weight, k_weight)
+        return *operands, layer_of(*weights), *(its.stack for its in weights)
+
+    @classmethod
+    def of(cls, refs, normed: bool):
+        """These, and the references after them."""
+        count = len(cls._fields) - (0 if normed else len(cls._field_defaults))
+        return cls(*refs[:count]), refs[count:]
 
 
 class _Token:
@@ -88,7 +104,7 @@ class _Token:
     def __init__(self, inputs: _Inputs):
         self.inputs = inputs
         self.number = token = pl.program_id(0)
-        self.layer = inputs.layer[0]
+        self.layer = None if inputs.layer is None else inputs.layer[0]
         width = inputs.heads.shape[2]
         self.halves = [pl.ds(start, width // 2) for start in (0, width // 2)]
         self.cosines, self.sines = inputs.cos[token][None], inputs.sin[token][None]
@@ -153,16 +169,19 @@ def _kv_blocks(q_heads, kv_heads):
         yield block, *(pl.ds(start, block.size) for start in starts)
 
 
-def _kernel(part, eps, *refs):
-    inputs = _Inputs(*refs[: len(_Inputs._fields)])
-    _, _, q, k_pages, v_pages = refs[len(inputs) :]
+def _kernel(normed, part, eps, *refs):
+    inputs, (_, _, q, k_pages, v_pages) = _Inputs.of(refs, normed)
     heads, number, q_heads = inputs.heads, pl.program_id(1), q.shape[1]
     token = _Token(inputs)
 
-    def rotated(block, weight):
+    def weighted(block, weight):
+        if weight is None:
+            return [half.astype(jnp.float32) for half in token.load(heads, block)]
         weights = token.halves_of(weight)
-        normed, _ = token.normed(heads, block, eps)
-        one, other = _weighted(normed, weights)
+        return _weighted(token.normed(heads, block, eps)[0], weights)
+
+    def rotated(block, weight):
+        one, other = weighted(block, weight)
         return (
             one * token.cosines - other * token.sines,
             other * token.cosines + one * token.sines,
@@ -182,9 +201,8 @@ def _kernel(part, eps, *refs):
             token.store(v_pages, block, token.load(heads, values), place, mask)
 
 
-def _gradient_kernel(eps, *refs):
-    inputs = _Inputs(*refs[: len(_Inputs._fields)])
-    dq, dk_pages, dv_pages, dheads = refs[len(inputs) :]
+def _gradient_kernel(normed, eps, *refs):
+    inputs, (dq, dk_pages, dv_pages, dheads) = _Inputs.of(refs, normed)
     token, heads, q_heads = _Token(inputs), inputs.heads, dq.shape[1]
     place, valid = token.place_in(dk_pages)
 
@@ -195,6 +213,8 @@ def _gradient_kernel(eps, *refs):
             one * token.cosines + other * token.sines,
             other * token.cosines - one * token.sines,
         )
+        if weight is None:
+            return back
         dnormed = _weighted(back, token.halves_of(weight))
         normed, inverse = token.normed(heads, block, eps)
         along = _mean(dnormed, normed)

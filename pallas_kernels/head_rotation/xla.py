@@ -13,8 +13,10 @@ from pallas_kernels.row_reduce.api import rms_norm
 def rotate_and_cache(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps):
     kv_heads = k_pages.shape[2]
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], axis=1)
-    q = rotate(rms_norm(q, q_weight, eps), cos, sin)
-    k = rotate(rms_norm(k, k_weight, eps), cos, sin)
+    q, k = (
+        rotate(its if weight is None else rms_norm(its, weight, eps), cos, sin)
+        for its, weight in ((q, q_weight), (k, k_weight))
+    )
     return q, write_pages(k_pages, k, view), write_pages(v_pages, v, view)
 
 

@@ -40,6 +40,7 @@ def moe_mlp(
     lora_up: Slots | None = None,
     lora_down: Slots | None = None,
     *,
+    gate_up_bias: Float[Array, "experts twice_width"] | None = None,
     gate: Gate | None = None,
     first_group: int | Int[Array, ""] = 0,
     valid: Bool[Array, " tokens"] | None = None,
@@ -60,6 +61,9 @@ def moe_mlp(
       lora_down: adapters `[S, E or 1, R, I]` and `[S, E or 1, R, H]`; where B is shared, it
         multiplies the weighted sum of a token's rows, once for each token. All three may have
         rank classes, of the same slots.
+      gate_up_bias: `[E, 2 I]`, added to the rounded product of gate and up, and rounded again,
+        before the activation, which is then a step of its own. It has no gradient, and may be
+        `Layered`.
       gate: the activation; default silu.
       first_group: the first local expert. Choices of other devices' experts add nothing.
       valid: False for padding tokens, which no expert works on.
@@ -88,6 +92,7 @@ def moe_mlp(
     for rows, w, lora, widths in calls:
         check_call(rows, w, sizes, slots, lora, widths)
     check_slots((*into, lora_down), "lora_gate, lora_up and lora_down")
+    _check_bias(gate_up_bias, gate_up)
     backend = _common_backend(implementation, calls)
     gate_up, down, into, lora_down = in_backend_form(backend, (gate_up, down, into, lora_down))
     slots = max(sum(slot_counts(entry)) for entry in (*into, lora_down))
@@ -98,8 +103,18 @@ def moe_mlp(
     group = local_groups(experts, count, first_group, valid)
     slots = jnp.where(jnp.any(group < count, axis=1), token_slots, -1)
     lora = into, lora_down
-    products = rows, gate_up, down, route, lora, shared_u, weights, slots
+    products = rows, gate_up, gate_up_bias, down, route, lora, shared_u, weights, slots
     return experts_of(backend, parts, gate or Gate(), *products)
+
+
+def _check_bias(bias, gate_up):
+    if bias is None:
+        return
+    if bias.shape != gate_up.shape[:2] or not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(
+            f"gate_up_bias must be {gate_up.shape[:2]}, of floating-point numbers, for gate_up "
+            f"{gate_up.shape}; got {bias.dtype}{list(bias.shape)}"
+        )
 
 
 def _common_backend(implementation, calls) -> ModuleType:

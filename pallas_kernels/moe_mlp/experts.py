@@ -1,4 +1,7 @@
-"""Gate, up and down of a layer's rows: two products, or one kernel where the backend has one."""
+"""Gate, up and down of a layer's rows: two products, or one kernel where the backend has one.
+
+With biases of gate and up the activation is a step of its own between two products.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,17 @@ import jax
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import terms_of_part, terms_of_parts
+from pallas_kernels.moe_mlp.biased_gate import biased_gate
 from pallas_kernels.moe_mlp.down import weighted_down
 from pallas_kernels.routing_plan.api import combine
 
 
-def experts(backend: ModuleType, parts, gate: Gate, x, gate_up, down, route, lora, *rest):
+def experts(backend: ModuleType, parts, gate: Gate, x, gate_up, bias, down, route, lora, *rest):
     """The weighted sums of what the experts make of each token.
 
     Args:
       parts: the columns of gate and of up. x: [M, H], rows of the route.
-      gate_up: [E, 2 I, H]. down: [E, H, I].
+      gate_up: [E, 2 I, H]. bias: of it, [E, 2 I], or None. down: [E, H, I].
       lora: adapters of gate and up, and of down.
       rest: `shared_u` of `differentiable.grouped_lora_matmul`, then weights and slots of
         `weighted_down`.
@@ -27,14 +31,17 @@ def experts(backend: ModuleType, parts, gate: Gate, x, gate_up, down, route, lor
     Returns:
       [T, H] in float32 (or float64).
     """
-    run = _at_once if x.shape[0] <= backend.EXPERTS_AT_ONCE else _apart
-    return run(backend, parts, gate, x, gate_up, down, route, lora, *rest)
+    if bias is None and x.shape[0] <= backend.EXPERTS_AT_ONCE:
+        return _at_once(backend, parts, gate, x, gate_up, down, route, lora, *rest)
+    return _apart(backend, parts, gate, x, gate_up, bias, down, route, lora, *rest)
 
 
-def _apart(backend, parts, gate, x, gate_up, down, route, lora, shared_u, weights, slots):
+def _apart(backend, parts, gate, x, gate_up, bias, down, route, lora, shared_u, weights, slots):
     into, out = lora
-    product = differentiable.grouped_lora_matmul
-    hidden = product(backend, parts, gate, None, x, gate_up, route.tables, into, shared_u)
+    product, fused = differentiable.grouped_lora_matmul, gate if bias is None else None
+    hidden = product(backend, parts, fused, None, x, gate_up, route.tables, into, shared_u)
+    if bias is not None:
+        hidden = biased_gate(gate, hidden, bias, route.tables.group_of_row)
     return weighted_down(backend, hidden, down, route, out, weights, slots)
 
 
@@ -47,11 +54,12 @@ def _at_once(backend, parts, gate, x, gate_up, down, route, lora, shared_u, weig
         if rows is not None:
             return combine(rows, route.position, weights)
     lora_of_rows = lora, shared_u, weights, slots
-    return _apart(backend, parts, gate, x, gate_up, down, route, *lora_of_rows)
+    return _apart(backend, parts, gate, x, gate_up, None, down, route, *lora_of_rows)
 
 
-def _forward(backend, parts, gate, *arguments):
-    return jax.vjp(functools.partial(_apart, backend, parts, gate), *arguments)
+def _forward(backend, parts, gate, x, gate_up, *rest):
+    apart = functools.partial(_apart, backend, parts, gate)
+    return jax.vjp(lambda x, gate_up, *rest: apart(x, gate_up, None, *rest), x, gate_up, *rest)
 
 
 def _backward(backend, parts, gate, pull, dy):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -31,9 +32,14 @@ def adapter(rank: int = 1) -> Adapter:
 
 
 class Written(list):
-    """What is in each slot, as `write` left it."""
+    """What is in each slot, as `write` left it: None where a part is missing."""
 
-    def __call__(self, slot: int, adapter: Adapter | DeviceParams) -> None:
+    PARTS = 3
+
+    def __call__(self, slot: int, adapter: Adapter | DeviceParams) -> Iterator[None]:
+        for _ in range(self.PARTS - 1):
+            self[slot] = None
+            yield
         self[slot] = adapter
 
     def read(self, slot: int, held: InSlot) -> Adapter:
@@ -48,7 +54,9 @@ def make(
     ranks = [64] * slots if isinstance(slots, int) else slots
     written = Written([None] * len(ranks))
     pool = AdapterPool(ranks, written, written.read, switch=switch)
-    return pool, written, {name: pool.add(name, adapter()) for name in names}
+    entries = {name: pool.add(name, adapter()) for name in names}
+    pool.write_all()
+    return pool, written, entries
 
 
 def params(rank: int = 1) -> DeviceParams:
@@ -177,6 +185,7 @@ def test_clearing_the_slots_and_placing_the_pinned():
     assert pool.free == 3 and isinstance(new.adapter, Adapter)
     written[:] = [None] * 3
     pool.place_pinned()
+    pool.write_all()
     assert slots(entries) == {"b": 0} and written[0] is entries["b"].adapter
 
 
@@ -246,6 +255,7 @@ def test_replacing_an_idle_adapter_takes_its_slot():
     pool, written, entries = make(2, "ab")
     old, new = entries["a"], pool.add("a", adapter(3))
     assert (new.info.version, new.info.rank, new.slot) == (2, 3, 0)
+    pool.write_all()
     assert old.slot is None and old.adapter is None
     assert written[0] is new.adapter and pool.evictions == 0
     assert [info.name for info in pool] == ["a", "b"]
@@ -406,6 +416,93 @@ def test_a_new_version_inherits_the_pin():
     assert pool.acquire(newest) and newest.slot == 0
 
 
+# ---- slots that are written in parts -------------------------------------------------------------
+def begun(slots: int, names: str) -> tuple[AdapterPool, Written, dict[str, Entry]]:
+    """A pool where the first slots have adapters, and the last of the names is being written."""
+    pool, written, entries = make(slots, names)
+    last = entries[names[-1]]
+    pool.begin(last)
+    assert not pool.acquire(last, at_once=False) and pool.writing and last.slot is not None
+    return pool, written, entries
+
+
+def test_a_request_waits_for_the_last_part():
+    pool, written, entries = begun(2, "abc")
+    entry, loads = entries["c"], pool.loads
+    for done in (False, False, True):
+        assert not pool.acquire(entry, at_once=False) and written[entry.slot] is not entry.adapter
+        assert pool.write_part() == done
+    assert not pool.writing and pool.acquire(entry, at_once=False)
+    assert written[entry.slot] is entry.adapter and pool.loads == loads
+
+
+def test_nobody_takes_a_slot_that_is_being_written():
+    pool, _, entries = begun(2, "abc")
+    pool.begin(entries["b"])
+    assert pool.acquire(entries["b"], at_once=False), "c has the slot of a"
+    pool.begin(entries["a"])
+    assert not pool.acquire(entries["a"], at_once=False) and entries["a"].slot is None
+    pool.write_all()
+    assert not pool.acquire(entries["a"], at_once=False) and entries["c"].slot is None
+    assert pool.acquire(entries["a"]), "nobody ran with c"
+
+
+def test_what_comes_first_is_written_first():
+    pool, written, _ = make(2)
+    first, second = pool.add("a", adapter()), pool.add("b", adapter())
+    assert (first.slot, second.slot) == (0, 1)
+    pool.write_part(), pool.write_part()
+    assert pool.write_part() and written == [first.adapter, None] and pool.writing
+    assert run(pool, second) and written[1] is second.adapter and not pool.writing
+
+
+@pytest.mark.parametrize("way", ["remove", "clear", "replace"])
+def test_what_is_given_up_is_not_written_further(way):
+    pool, written, entries = begun(1, "ab")
+    pool.end(entries["b"])
+    if way == "remove":
+        pool.remove("b")
+    elif way == "clear":
+        pool.clear_slots()
+    else:
+        new = pool.add("b", adapter())
+        assert new.slot == 0
+        pool.write_all()
+        assert written[0] is new.adapter
+    assert not pool.writing and (way == "replace") == bool(pool.resident)
+
+
+def test_a_successor_that_runs_is_written_at_once():
+    pool, written, entries = make(1, "a", switch=True)
+    run(pool, entries["a"])
+    new = pool.add("a", adapter(2))
+    assert not pool.writing and written[0] is new.adapter and new.running == 1
+
+
+@pytest.mark.parametrize("call", ["update", "pin"])
+def test_what_needs_a_slot_now_waits_until_others_are_written(call):
+    pool, written, entries = begun(1 if call == "update" else 2, "abc")
+    if call == "update":
+        assert pool.update("a", params()).slot == 0 and isinstance(written[0], DeviceParams)
+    else:
+        run(pool, entries["b"])
+        assert pool.pin("a").slot == entries["a"].slot is not None
+    assert entries["c"].slot is None
+
+
+def test_a_part_that_fails_takes_the_slot_back():
+    def write(slot, adapter):
+        yield
+        raise OSError("the device is gone")
+
+    pool = AdapterPool([64], write, lambda slot, held: None)
+    entry = pool.add("a", adapter())
+    pool.write_part()
+    with pytest.raises(OSError, match="gone"):
+        pool.write_part()
+    assert (entry.slot, pool.free, pool.writing) == (None, 1, False)
+
+
 # ---- slots of several ranks ----------------------------------------------------------------------
 def test_an_adapter_takes_the_smallest_slot_that_holds_it():
     pool, _, _ = make((2, 2, 8))
@@ -496,6 +593,7 @@ class RanksInAnyOrder(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abcdefg"), rank=st.integers(1, 4), on_device=st.booleans())
     def load(self, name, rank, on_device):
+        self.pool.write_all()
         before = list(self.pool), list(self.written)
         try:
             new = self.pool.update(name, params(rank)) if on_device else None
@@ -518,7 +616,7 @@ class RanksInAnyOrder(RuleBasedStateMachine):
     def start(self, data):
         entry = data.draw(st.sampled_from(self.entries()))
         self.pool.begin(entry)
-        if self.pool.acquire(entry):
+        if self.pool.acquire(entry, at_once=data.draw(st.booleans())):
             self.running.append(entry)
         else:
             self.pool.end(entry)
@@ -667,16 +765,32 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def acquire(self, data):
         entry = self.waiting[data.draw(st.integers(0, len(self.waiting) - 1))]
-        expected = entry.slot is not None or len(self.held()) < 3
-        idle = [e for e in self.every if e.slot is not None and e not in self.held()]
+        at_once = data.draw(st.booleans())
+        taken = self.held() | self.in_parts()
+        has_slot = entry.slot is not None or len(taken) < 3
+        expected = has_slot and (at_once or (entry.slot is not None and entry not in taken))
+        expected = expected or entry in self.held() - self.in_parts()
+        idle = [e for e in self.every if e.slot is not None and e not in taken and e is not entry]
         oldest = min(idle, key=lambda e: e.last_used, default=None)
-        evicts = entry.slot is None and self.pool.free == 0 and expected
-        assert self.pool.acquire(entry) == expected
+        evicts = entry.slot is None and self.pool.free == 0 and has_slot
+        assert self.pool.acquire(entry, at_once=at_once) == expected
+        assert (entry.slot is not None) == has_slot
         if expected:
             self.waiting.remove(entry)
             self.running.append(entry)
         for other in idle:
             assert (other.slot is None) == (evicts and other is oldest)
+
+    @precondition(lambda self: self.pool.writing)
+    @rule()
+    def write_part(self):
+        before = self.in_parts()
+        done = self.pool.write_part()
+        assert len(before - self.in_parts()) == done
+
+    def in_parts(self) -> set[Entry]:
+        """Those whose slots are not written to the end."""
+        return {e for e in self.every if e.slot is not None and e in self.pool._writing}
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -708,7 +822,9 @@ class AnyOrder(RuleBasedStateMachine):
             content = self.written[entry.slot]
             if isinstance(content, DeviceParams):
                 content = content.in_slot
-            assert content is entry.adapter
+            assert content is entry.adapter or entry in self.in_parts()
+        assert not self.in_parts() & set(self.running)
+        assert set(self.pool._writing) == self.in_parts()
 
     @invariant()
     def what_is_nowhere_else_keeps_its_slot(self):

@@ -14,7 +14,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import implementation, rotate_and_cache
 from pallas_kernels.head_rotation import api, xla
 from tests.pallas_kernels.cases import in_layers
-from tests.pallas_kernels.test_head_rotation import EPS, PAGE, TOKENS, arguments
+from tests.pallas_kernels.test_head_rotation import (
+    EPS,
+    PAGE,
+    TOKENS,
+    arguments,
+    without_norms,
+)
 
 if not hasattr(plgpu, "force_gpu_interpret_mode"):
     pytest.skip("the Mosaic GPU interpreter needs jax >= 0.11", allow_module_level=True)
@@ -95,15 +101,17 @@ def test_others_are_served_what_they_have_been(sizes, dtype, what):
 
 
 def test_hopper_is_served_by_this_kernel():
-    assert chosen(arguments(32, 4, 128, "bfloat16")) is mosaic_gpu
+    call = arguments(32, 4, 128, "bfloat16")
+    assert chosen(call) is mosaic_gpu
+    assert chosen(without_norms(*call)) is triton
 
 
 def chosen(call):
     """The module that serves a call on Hopper."""
-    heads, *_, k_pages, v_pages, _ = call
+    heads, q_weight, *_, k_pages, v_pages, _ = call
     with (
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
         mock.patch.object(implementation, "platform_implementation", lambda: "mosaic_gpu"),
         mock.patch.object(implementation, "DEPENDENT_LAUNCH", True),
     ):
-        return api._backend(None, heads, k_pages, v_pages)
+        return api._backend(None, q_weight is not None, heads, k_pages, v_pages)

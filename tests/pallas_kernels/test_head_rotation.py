@@ -41,13 +41,15 @@ def expected(heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view):
     """The definition in float64."""
     kv_heads = k_pages.shape[2]
     heads, q_weight, k_weight, cos, sin = (
-        np.asarray(a, np.float64) for a in (heads, q_weight, k_weight, cos, sin)
+        None if a is None else np.asarray(a, np.float64)
+        for a in (heads, q_weight, k_weight, cos, sin)
     )
     k_pages, v_pages = (np.array(a, np.float64) for a in (k_pages, v_pages))
     q, k, v = np.split(heads, [-2 * kv_heads, -kv_heads], axis=1)
 
     def rotated(x, weight):
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * weight
+        if weight is not None:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * weight
         one, other = np.split(x, 2, axis=-1)
         c, s = cos[:, None], sin[:, None]
         return np.concatenate([one * c - other * s, other * c + one * s], axis=-1)
@@ -72,9 +74,22 @@ def test_equal_the_definition(implementation, sizes):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def without_norms(heads, q_weight, k_weight, *rest):
+    return heads, None, None, *rest
+
+
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_bits_of_a_token_are_its_own(implementation):
-    *arrays, k_pages, v_pages, view = arguments(8, 2, 16, "bfloat16")
+def test_heads_that_are_not_normed(implementation):
+    case = without_norms(*arguments(8, 2, 16, "float32"))
+    for found, wanted in zip(run(implementation)(*case), expected(*case), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_bits_of_a_token_are_its_own(implementation, normed):
+    case = arguments(8, 2, 16, "bfloat16")
+    *arrays, k_pages, v_pages, view = case if normed else without_norms(*case)
     heads, q_weight, k_weight, cos, sin = arrays
     together = run(implementation)(*arrays, k_pages, v_pages, view)
     q, keys, values = [], k_pages, v_pages
@@ -95,22 +110,29 @@ def test_refusals_name_the_shapes():
         rotate_and_cache(*case, eps=EPS, implementation="triton")
     with pytest.raises(NotImplementedError, match="'cuda' is not one of"):
         rotate_and_cache(*case, eps=EPS, implementation="cuda")
+    with pytest.raises(ValueError, match="q_weight and k_weight"):
+        rotate_and_cache(case[0], None, *case[2:], eps=EPS)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: heads must be normed"):
+        rotate_and_cache(*without_norms(*case), eps=EPS, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize(
-    "sizes, dtype",
+    "sizes, dtype, normed",
     [
-        ((8, 2, 16), "float32"),
-        ((6, 3, 64), "bfloat16"),
-        pytest.param((8, 2, 16), "bfloat16", marks=pytest.mark.slow),
-        pytest.param((6, 3, 64), "float32", marks=pytest.mark.slow),
-        pytest.param((1, 1, 128), "float32", marks=pytest.mark.slow),
-        pytest.param((1, 1, 128), "bfloat16", marks=pytest.mark.slow),
+        ((8, 2, 16), "float32", True),
+        ((6, 3, 64), "bfloat16", True),
+        ((6, 3, 64), "bfloat16", False),
+        pytest.param((8, 2, 16), "bfloat16", True, marks=pytest.mark.slow),
+        pytest.param((6, 3, 64), "float32", True, marks=pytest.mark.slow),
+        pytest.param((8, 2, 16), "float32", False, marks=pytest.mark.slow),
+        pytest.param((1, 1, 128), "float32", True, marks=pytest.mark.slow),
+        pytest.param((1, 1, 128), "bfloat16", True, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_heads(sizes, dtype):
+def test_gradients_of_heads(sizes, dtype, normed):
     """Those of plain operations, in float32; of a padding token the query's alone."""
-    *arrays, k_pages, v_pages, view = arguments(*sizes, dtype)
+    case = arguments(*sizes, dtype)
+    *arrays, k_pages, v_pages, view = case if normed else without_norms(*case)
     heads, q_weight, k_weight, cos, sin = arrays
     rng = np.random.default_rng(1)
     shapes = (len(TOKENS), sizes[0], sizes[2]), k_pages.shape, v_pages.shape
@@ -124,12 +146,14 @@ def test_gradients_of_heads(sizes, dtype):
         return np.asarray(found, np.float32)
 
     def definition(heads):
-        wide = [jnp.asarray(array, jnp.float32) for array in (q_weight, k_weight)]
+        wide = [q_weight, k_weight]
         kv_heads, half = k_pages.shape[2], sizes[2] // 2
         q, k, v = jnp.split(heads, [sizes[0], sizes[0] + kv_heads], axis=1)
 
         def rotated(x, weight):
-            x = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + EPS) * weight
+            if weight is not None:
+                x = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + EPS)
+                x = x * weight.astype(jnp.float32)
             one, other = x[..., :half], x[..., half:]
             c, s = cos[:, None], sin[:, None]
             return jnp.concatenate([one * c - other * s, other * c + one * s], axis=-1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Gate, Lora, moe_mlp
+from pallas_kernels import Gate, Layered, Lora, moe_mlp
 
 TOKENS, CHOICES, EXPERTS, SLOTS, RANK = 13, 3, 5, 3, 4
 HIDDEN, WIDTH = 128, 64  # served by every kernel
@@ -84,6 +84,12 @@ def arguments(shared=(), seed=0, dtype=np.float32):
     )
 
 
+def biased(call):
+    """With biases of gate and up, of the size of what they are added to."""
+    bias = np.random.default_rng(9).standard_normal((EXPERTS, 2 * WIDTH))
+    return call | {"gate_up_bias": bias.astype(call["x"].dtype)}
+
+
 def one_by_one(call, gate=None, first=0, valid=None):
     """The definition, in float64."""
     gate = gate or Gate()
@@ -95,6 +101,8 @@ def one_by_one(call, gate=None, first=0, valid=None):
             if not 0 <= expert < call["down"].shape[0] or (valid is not None and not valid[t]):
                 continue
             both = call["gate_up"][expert].astype(np.float64) @ x
+            if "gate_up_bias" in call:
+                both += call["gate_up_bias"][expert].astype(np.float64)
             left = both[:WIDTH] + delta(call["lora_gate"], slot, expert, x)
             right = both[WIDTH:] + delta(call["lora_up"], slot, expert, x)
             if gate.limit is not None:
@@ -135,6 +143,23 @@ def test_values(shared, gate, implementation, dtype):
     found = run(implementation, call, gate=gate)
     assert found.dtype == np.float32
     assert_close(found, one_by_one(call, gate), dtype)
+
+
+@pytest.mark.parametrize("shared", [(), pytest.param(OUTER, marks=pytest.mark.slow)])
+def test_biases_of_gate_and_up(shared, implementation, dtype):
+    call = biased(arguments(shared, dtype=dtype))
+    together = run(implementation, call, gate=GPT_OSS)
+    assert_close(together, one_by_one(call, GPT_OSS), dtype)
+    without = run(implementation, call | {"gate_up_bias": 0 * call["gate_up_bias"]}, gate=GPT_OSS)
+    assert abs(together - without).max() > 0.1
+    for t in range(3):
+        alone = call | {name: call[name][t : t + 1] for name in TOKEN_ARRAYS}
+        np.testing.assert_array_equal(run(implementation, alone, gate=GPT_OSS)[0], together[t])
+    stacks = {
+        name: Layered(jnp.stack([0 * call[name], call[name]]), 1)
+        for name in ("gate_up", "down", "gate_up_bias")
+    }
+    np.testing.assert_array_equal(run(implementation, call | stacks, gate=GPT_OSS), together)
 
 
 @pytest.mark.parametrize("rank", [16, 32])
@@ -264,6 +289,9 @@ def dense(call, dy):
         x = jnp.broadcast_to(x[:, None], (TOKENS, CHOICES, HIDDEN))
         gate = product(x, call["gate_up"][:, :WIDTH], lora_gate)
         up = product(x, call["gate_up"][:, WIDTH:], lora_up)
+        if "gate_up_bias" in call:
+            of_gate, of_up = jnp.split(call["gate_up_bias"][experts], 2, axis=-1)
+            gate, up = gate + of_gate, up + of_up
         rows = product(jax.nn.silu(gate) * up, call["down"], lora_down)
         return jnp.einsum("tk,tkh->th", weights, rows)
 
@@ -278,6 +306,7 @@ def dense(call, dy):
         pytest.param("shared outer", marks=pytest.mark.slow),
         "shared outer, one scaling",
         "no adapters",
+        "biases",
     ],
 )
 def test_gradients(shared, implementation, dtype):
@@ -286,6 +315,8 @@ def test_gradients(shared, implementation, dtype):
     call = arguments(SHARED.get(shared, ()), dtype=dtype)
     if shared == "no adapters":
         call |= dict.fromkeys(LORA)
+    if shared == "biases":
+        call = biased(call)
     call["weights"][2, 1] = 0  # whose gradient is not
     wide = jax.tree.map(lambda v: v if v.dtype == np.int32 else v.astype(np.float64), call)
     dy = np.random.default_rng(3).standard_normal((TOKENS, HIDDEN))
@@ -345,6 +376,7 @@ def test_gradients_of_a_broken_slot_stay_alone(shared, implementation, dtype):
 def test_training_sees_the_bits_that_serving_made(shared, dtype):
     """Plain JAX: the forward pass that keeps what gradients need gives the same values."""
     call = arguments(shared, dtype=jnp.dtype(dtype))
+    call = biased(call) if shared else call
     served = run("xla", call)
     trained, _ = jitted_gradients("xla")(call, np.ones((TOKENS, HIDDEN), np.float32))
     assert np.array_equal(trained, served)
@@ -356,6 +388,8 @@ def test_shapes_that_do_not_belong_together():
         moe_mlp(**(call | {"weights": call["weights"][:, :2]}))
     with pytest.raises(ValueError, match="w must|x must"):
         moe_mlp(**(call | {"down": call["down"][:, :, :-1]}))
+    with pytest.raises(ValueError, match=r"gate_up_bias must be \(5, 128\).* got float32\[5, 64\]"):
+        moe_mlp(**call, gate_up_bias=np.zeros((EXPERTS, WIDTH), np.float32))
     fewer = Lora(*(v[:2] for v in call["lora_up"]))
     with pytest.raises(ValueError, match="same number of slots"):
         moe_mlp(**(call | {"lora_up": fewer}))

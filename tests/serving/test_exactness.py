@@ -81,7 +81,7 @@ def test_nothing_leaks_out_of_a_poisoned_slot(loaded, value):
     batch, params = prompts(LENGTHS), [greedy(6)] * 8
     clean = list(map(bits, loaded.generate(batch, params, MIX)))
     info = loaded.load_adapter("poisoned", constant_adapter(loaded, 0.5))
-    loaded._writer.write(info.slot, constant_adapter(loaded, value))
+    list(loaded._writer.write(info.slot, constant_adapter(loaded, value)))
 
     # The slot is there and nobody uses it.
     assert list(map(bits, loaded.generate(batch, params, MIX))) == clean

@@ -14,7 +14,7 @@ from lora_moe_jax.adapters import Adapter, AdapterConfig
 from lora_moe_jax.adapters.pool import AdapterPool
 from lora_moe_jax.serving.pages import PagePool
 from lora_moe_jax.serving.request import GenerateRequest
-from lora_moe_jax.serving.scheduler import MAX_PASSES, Scheduler
+from lora_moe_jax.serving.scheduler import LEAST_PARTS, MAX_PASSES, MOST_PARTS, Scheduler
 from tests.adapters.tables import GOLDEN, golden_adapters
 from tests.serving.conftest import OPTIONS
 from tests.serving.helpers import (
@@ -35,9 +35,10 @@ SIX = golden_adapters(FAMILY)
 # ---- the scheduler alone -------------------------------------------------------------------------
 def scheduler(slots: int, names: str, rows: int = 4, pages: int = 64) -> Scheduler:
     """With an adapter for each letter, and a bank that is not there."""
-    adapters = AdapterPool([64] * slots, lambda slot, adapter: None, no_read)
+    adapters = AdapterPool([64] * slots, lambda slot, adapter: iter(()), no_read)
     for name in names:
         adapters.add(name, Adapter({}, "module", AdapterConfig(r=1, target_modules=("x",))))
+    adapters.write_all()
     return Scheduler(
         PagePool(pages, 4),
         adapters,
@@ -68,6 +69,7 @@ def step(one: Scheduler) -> None:
         if len(chunk.request.generated) == chunk.request.params.max_tokens:
             chunk.request.done = True
             one.finish(chunk.request)
+    one.write_slots(lambda: True)
 
 
 def test_who_has_a_slot_passes_who_waits_for_one():
@@ -82,7 +84,54 @@ def test_who_has_a_slot_passes_who_waits_for_one():
     step(one)
     assert waits not in one.running, "another request of the same adapter still had a token to go"
     step(one)
-    assert waits in one.running and waits.slot == 0
+    assert waits not in one.running and waits.slot == 0, "its adapter was written in this step"
+    step(one)
+    assert waits in one.running
+
+
+def test_a_request_whose_adapter_is_being_written_is_passed_by_any():
+    """And has its turn before those behind it, whose adapters get no slot that it has."""
+    one = scheduler(2, "abc", rows=8)
+    first = request(one, "a", max_tokens=9)
+    waits, late, base = request(one, "c"), request(one, "b"), request(one, "-")
+    batch = one.next_batch()
+    assert {chunk.request for chunk in batch.chunks} == {first, base} and waits.slot == 1
+    assert waits.passed == 0 and late.slot is None, "nobody has waited in vain for a slot"
+    for chunk in batch.chunks:
+        chunk.request.pending -= 1
+        chunk.request.tokens.append(1)
+    more = [request(one, "a"), request(one, "b")]
+    assert {chunk.request for chunk in one.next_batch().chunks} == {first, base, more[0]}
+    assert waits.slot == 1 and list(one.waiting) == [waits, late, more[1]]
+    one.write_slots(lambda: False)
+    one.next_batch()
+    assert waits in one.running and list(one.waiting) == [late, more[1]]
+    one.finish(waits)
+    one.next_batch()
+    assert late.slot == 1 and late not in one.running
+
+
+def test_slots_are_written_while_the_device_is_busy_and_some_parts_in_any_case():
+    one = scheduler(1, "a")
+    parts = []
+
+    def write(slot, adapter):
+        for part in range(40):
+            parts.append(part)
+            yield
+
+    one.adapters._write = write
+    one.adapters.add("a", Adapter({}, "module", AdapterConfig(r=1, target_modules=("x",))))
+    one.write_slots(lambda: False)
+    assert len(parts) == LEAST_PARTS
+    one.write_slots(lambda: len(parts) < 10)
+    assert len(parts) == 10
+    one.write_slots(lambda: True)
+    assert len(parts) == 10 + MOST_PARTS
+    while one.adapters.writing:
+        one.write_slots(lambda: True)
+    assert len(parts) == 40
+    one.write_slots(lambda: True)
 
 
 def test_who_waits_for_pages_or_a_row_is_not_passed():
@@ -134,7 +183,7 @@ def test_the_order_is_kept_among_those_who_wait_for_a_slot():
         step(one)
         admitted += [r for r in queue if r.row >= 0 and r not in admitted]
     names = "".join(r.adapter_name for r in admitted)
-    assert names == "abcdcefef", "the second of each goes along with the first"
+    assert names == "abccdeeff", "the second of each goes along with the first"
 
 
 def test_closing_requests_gives_back_what_they_hold():
@@ -344,8 +393,9 @@ def test_pins(one, alone):
     assert "unpin_adapter one of ['rslora']" in caught.value.hint
     assert one.load_adapter("rslora", FOLDERS / "attn").pinned
     assert not one.unpin_adapter("rslora").pinned
-    stream = one.stream([[5]] * 2, greedy(20), ["attn", "experts"])
-    next(stream)
+    stream = one.stream([[5]] * 2, greedy(60), ["attn", "experts"])
+    while one.stats().running < 2:  # one adapter is written between the other's steps
+        next(stream)
     with pytest.raises(AdapterError, match="no slot can be had"):
         one.pin_adapter("rslora")
     stream.close()

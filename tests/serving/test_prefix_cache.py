@@ -122,7 +122,7 @@ def test_the_pool_takes_idle_pages_when_it_has_no_others():
 
 # ---- the scheduler -------------------------------------------------------------------------------
 def entry() -> Entry:
-    pool = AdapterPool([64], lambda slot, adapter: None, no_read)
+    pool = AdapterPool([64], lambda slot, adapter: iter(()), no_read)
     return pool.add("x", no_adapter())
 
 
@@ -147,7 +147,7 @@ class Simulation:
     ):
         self.behind = behind
         self.under_way: deque[StepBatch] = deque()
-        self.adapters = AdapterPool([64] * slots, lambda slot, adapter: None, no_read)
+        self.adapters = AdapterPool([64] * slots, lambda slot, adapter: iter(()), no_read)
         self.one = Scheduler(
             PagePool(pages, PAGE),
             self.adapters,
@@ -221,6 +221,7 @@ class Simulation:
             for place in range(chunk.start + chunk.length + batch.steps - 1):
                 assert self.memory[cell_of(page_tables, request, place)] == content(request, place)
         self.one.wrote(batch)
+        self.one.write_slots(lambda: True)
 
     def _result(self, chunk: Chunk, steps: int) -> None:
         request = chunk.request
@@ -442,6 +443,7 @@ def test_what_made_room_is_found_if_it_is_still_there():
 def test_who_makes_room_gives_up_its_slot():
     sim = Simulation(pages=8, slots=1)
     sim.adapters.add("p", no_adapter())
+    sim.adapters.write_all()
     first, last = sim.generate("abc", max_tokens=12), sim.generate("xyz", max_tokens=12, name="p")
     entry = sim.adapters.get("p")
     sim.until_one_makes_room()

@@ -54,7 +54,7 @@ def test_an_adapter_full_of_nan_changes_no_bit_and_takes_no_step(pair, value):
     for i, name in enumerate("ab"):
         add(trainer, engine, name, seed=i)
     logprobs, loss, bits = alone(trainer)
-    engine._writer.write(slot_of(engine, "b"), constant_adapter(engine, value, rank=4))
+    list(engine._writer.write(slot_of(engine, "b"), constant_adapter(engine, value, rank=4)))
     others = data([("b", 21), ("b", 65), ("b", 9)], seed=1)
     before = state(trainer, engine, "b")[:-1]
     result = trainer.forward_backward(mixed(data(OWN), others))
