@@ -79,15 +79,21 @@ class ModelSizes:
             if used:
                 buckets = used * self.expert_slot * _share_of_experts(moe, rows / used)
         moved = self.dense + experts + used * self.dense_slot + buckets
-        moved += requests * context * self.position
+        moved += requests * self.seen(context, tokens) * self.position
         adapted = 0.0
         if used:
             adapted = self.dense_slot + self.expert_slot * (
                 moe.top_k / moe.num_experts if moe else 0
             )
-        seen = requests * sum(range(context - tokens + 1, context + 1))
+        seen = requests * sum(map(self.seen, range(context - tokens + 1, context + 1)))
         flops = 2 * (rows * (self.dense + active + adapted) + self.attention * seen)
         return Work(flops, ITEM * moved)
+
+    def seen(self, context: int, tokens: int = 1) -> float:
+        """Positions that the last `tokens` of `context` attend to, of the mean layer."""
+        layers = range(self.config.num_layers)
+        windows = [self.config.window(layer) or context for layer in layers]
+        return sum(min(window + tokens - 1, context) for window in windows) / len(windows)
 
     def training_flops(self, sequences: int, length: int) -> float:
         """Useful FLOPs of a pass forward and back over whole sequences, all with an adapter.
@@ -99,7 +105,7 @@ class ModelSizes:
         part = moe.top_k / moe.num_experts if moe else 0
         base = self.dense + self.experts * part
         factors = self.dense_slot + self.expert_slot * part
-        seen = sequences * length * (length + 1) / 2
+        seen = sequences * sum(map(self.seen, range(1, length + 1)))
         return 2 * (tokens * (2 * base + 3 * factors) + 3 * self.attention * seen)
 
 

@@ -94,13 +94,18 @@ def sizes_of(name: str, **slots) -> ModelSizes:
 
 @pytest.mark.parametrize("name", NAMED_CONFIGS)
 def test_sizes_are_those_that_were_published(name):
-    """Qwen3-30B-A3B has 30.5 billion parameters, 3.3 active; DeepSeek-V2-Lite 15.7 and 2.4."""
+    """Qwen3-30B-A3B has 30.5 billion parameters, 3.3 active; DeepSeek-V2-Lite 15.7 and 2.4;
+    gpt-oss-20b 20.9 and, without the embedding, 3.6."""
     sizes = sizes_of(name)
     config, moe = sizes.config, sizes.config.moe
     embedding = config.vocab_size * config.hidden_size
     total = sizes.dense + sizes.experts + embedding
     active = sizes.dense + embedding + sizes.experts * moe.top_k / moe.num_experts
-    expected = {"qwen3-30b-a3b": (30.5e9, 3.35e9), "deepseek-v2-lite": (15.7e9, 2.66e9)}[name]
+    expected = {
+        "qwen3-30b-a3b": (30.5e9, 3.35e9),
+        "deepseek-v2-lite": (15.7e9, 2.66e9),
+        "gpt-oss-20b": (20.9e9, 3.61e9 + 201088 * 2880),
+    }[name]
     assert (total, active) == pytest.approx(expected, rel=0.01)
 
 
@@ -129,6 +134,15 @@ def test_prefill_by_hand():
     step, pairs = sizes.step(1, 3, 10, 0), 8 + 9 + 10
     active = sizes.dense + sizes.experts * 6 / 64
     assert step.flops == pytest.approx(2 * (3 * active + layers * heads * widths * pairs))
+
+
+def test_half_of_the_layers_of_gpt_oss_see_a_window():
+    sizes = sizes_of("gpt-oss-20b")
+    assert (sizes.seen(100), sizes.seen(1000)) == (100, (128 + 1000) / 2)
+    assert sizes.seen(1000, tokens=10) == (137 + 1000) / 2
+    long, longer = sizes.step(1, 1, 4000, 0), sizes.step(1, 1, 5000, 0)
+    assert longer.bytes - long.bytes == pytest.approx(2 * 1000 * 2 * 8 * 64 * 12)
+    assert longer.flops - long.flops == pytest.approx(2 * 1000 * 64 * 2 * 64 * 12)
 
 
 @pytest.mark.parametrize(
