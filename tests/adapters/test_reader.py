@@ -121,6 +121,16 @@ def test_names_without_prefix_and_with_an_adapter_name(tmp_path):
         assert_same(original, read_adapter(folder, table("deepseek_v3")))
 
 
+def test_tinker_names_for_attention_of_gpt_oss(tmp_path):
+    source = golden("gpt_oss", "attn")
+    tensors, config = load(source)
+    renamed = {name.replace(".self_attn.", ".attn."): t for name, t in tensors.items()}
+    for targets in (config["target_modules"], "all-linear"):
+        folder = save(tmp_path / str(len(targets)), renamed, **config | {"target_modules": targets})
+        found = read_adapter(folder, table("gpt_oss"))
+        assert_same(read_adapter(source, table("gpt_oss")), found)
+
+
 @pytest.mark.parametrize("block", ["mlp", "block_sparse_moe"])
 def test_mixtral_names_for_experts(block, tmp_path):
     source = golden("qwen3_moe", "per_expert")
@@ -170,15 +180,18 @@ def test_a_shared_factor_has_the_rank_of_every_expert(tmp_path):
         read_adapter(tmp_path, table("deepseek_v3"))
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("form", ["stacked", "per_expert"])
-def test_fused_gate_up_outside_peft_packing(form, tmp_path):
-    source = golden("qwen3_moe", "experts")
-    original = read_adapter(source, table("qwen3_moe"))
+def test_fused_gate_up_outside_peft_packing(form, family, tmp_path):
+    source = golden(family, "experts")
+    original = read_adapter(source, table(family))
     blocks = {n.rpartition(".")[0] for n in original.pairs if n.endswith("experts.up_proj")}
     tensors = {}
     for block in blocks:
         gate, up, down = (original.pairs[f"{block}.{n}_proj"] for n in ("gate", "up", "down"))
         fused = np.concatenate([gate.b, up.b], axis=2).swapaxes(1, 2)
+        if family == "gpt_oss":
+            fused[:, 0::2], fused[:, 1::2] = gate.b.swapaxes(1, 2), up.b.swapaxes(1, 2)
         for name, a, b in (
             ("gate_up_proj", gate.a, fused),
             ("down_proj", down.a, down.b.swapaxes(1, 2)),
@@ -192,7 +205,7 @@ def test_fused_gate_up_outside_peft_packing(form, tmp_path):
                 tensors[f"{P}{block}.{e}.{name}.lora_B.weight"] = b[e]
     parameters = ["experts.gate_up_proj", "experts.down_proj"]
     save(tmp_path, tensors, r=2, lora_alpha=6, target_modules=[], target_parameters=parameters)
-    found = read_adapter(tmp_path, table("qwen3_moe"))
+    found = read_adapter(tmp_path, table(family))
     assert found.layout == form
     experts = {n: p for n, p in original.pairs.items() if ".experts." in n}
     assert_same(type(original)(experts, "", original.config), found)
@@ -270,6 +283,35 @@ def test_square_packed_parameter_is_oriented_by_version(version, swapped, tmp_pa
         first, second = (columns.T, rows.T) if swapped else (rows, columns)
         halves = [delta(found, f"model.layers.0.mlp.experts.{n}_proj", e) for n in ("gate", "up")]
         np.testing.assert_allclose(np.concatenate(halves), second @ first, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("version", "swapped"),
+    [("0.17.0", False), ("0.18.1", False), ("0.19.0", True), ("0.19.1", False), (None, None)],
+)
+def test_square_down_proj_of_gpt_oss(version, swapped, tmp_path):
+    """One version of PEFT alone has exchanged A and B where weights are [in, out]."""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2 * 3, 8)), rng.standard_normal((8, 3 * 2))
+    name = f"{P}model.layers.0.mlp.experts.lora_"
+    tensors = {f"{name}A.weight": a.astype("f4"), f"{name}B.weight": b.astype("f4")}
+    settings = dict(r=3, lora_alpha=3, target_modules=[], peft_version=version)
+    save(tmp_path, tensors, **settings, target_parameters=["experts.down_proj"])
+    block = "model.layers.0.mlp.experts"
+    projections = {
+        f"{block}.{leaf}": Projection(f"{block}.{leaf}", 8, 8, 2, "expert", interleaved=True)
+        for leaf in ("gate_proj", "up_proj", "down_proj")
+    }
+    if swapped is None:
+        with pytest.raises(AdapterError, match="peft_version"):
+            read_adapter(tmp_path, projections)
+        return
+    found = read_adapter(tmp_path, projections)
+    for e in range(2):
+        rows, columns = a[3 * e : 3 * e + 3], b[:, e::2]
+        first, second = (columns.T, rows.T) if swapped else (rows, columns)
+        change = delta(found, f"{block}.down_proj", e)
+        np.testing.assert_allclose(change, second @ first, rtol=1e-5, atol=1e-6)
 
 
 def test_square_packed_parameter_is_oriented_by_its_sibling(tmp_path):

@@ -142,6 +142,37 @@ def test_per_expert_is_what_other_servers_read(tmp_path):
     assert config["target_modules"] == ["down_proj", "gate_proj", "up_proj"]
 
 
+def test_the_router_of_gpt_oss_is_a_parameter(tmp_path):
+    """PEFT wraps linear modules, and the router is none; in what experts share a rank, B alone has
+    gate and up in turn."""
+    projections = table("gpt_oss")
+    rng = np.random.default_rng(3)
+    block = "model.layers.1.mlp"
+    pairs = {
+        f"{block}.router": ((1, 2, 64), (1, 2, 8)),
+        f"{block}.experts.gate_proj": ((8, 2, 64), (8, 2, 24)),
+        f"{block}.experts.up_proj": ((8, 2, 64), (8, 2, 24)),
+    }
+    for name, (a, b) in pairs.items():
+        random = (rng.standard_normal(shape).astype(np.float32) for shape in (a, b))
+        groups = np.ones(a[0], np.float32)
+        pairs[name] = LoraPair(*random, groups, 2 * groups.astype(np.int32))
+    adapter = Adapter(pairs, "", AdapterConfig())
+    write_adapter(tmp_path / "x", adapter, projections)
+    assert_same(adapter, read_adapter(tmp_path / "x", projections))
+    tensors, config = load(tmp_path / "x")
+    assert config["target_modules"] == []
+    assert config["target_parameters"] == [
+        "layers.1.mlp.experts.gate_up_proj",
+        "layers.1.mlp.router.weight",
+    ]
+    b = tensors[f"base_model.model.{block}.experts.lora_B.weight"].reshape(48, 4, 8)
+    gate, up = (pairs[f"{block}.experts.{leaf}_proj"].b for leaf in ("gate", "up"))
+    np.testing.assert_array_equal(b[0::2, :2], gate.transpose(2, 1, 0))
+    np.testing.assert_array_equal(b[1::2, 2:], up.transpose(2, 1, 0))
+    assert not b[0::2, 2:].any() and not b[1::2, :2].any()
+
+
 def test_rslora_needs_no_flag(tmp_path):
     projections = table("deepseek_v3")
     adapter = read_adapter(GOLDEN / "deepseek_v3/adapters/rslora", projections)

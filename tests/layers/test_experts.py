@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lora_moe_jax.layers.experts import MoeMlp
+from lora_moe_jax.models import gpt_oss
 from tests.layers.modules import (
     CONFIG,
     MOE,
@@ -69,6 +70,33 @@ def expected(moe, x, slots, valid=None):
         if moe.shared_experts is not None:
             out[t] += gated(row, *shared_expert(moe, slot))
     return out
+
+
+def test_biases_and_the_gate_of_gpt_oss():
+    """Of the router, of gate and up before they are cut, and of down, weighted."""
+    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, bias=True, shared_size=0))
+    moe = randomise(MoeMlp("model.layers.0.mlp", config, build(), gpt_oss.GATE))
+    experts = moe.experts
+    for seed, bias in enumerate((experts.gate_up_bias, experts.down_bias)):
+        bias[...] = 4 * jnp.asarray(normal(*bias.shape, seed=seed))
+    x, slots, wanted, cut = 3 * normal(TOKENS, HIDDEN), slots_of(TOKENS), [], 0
+    for row, slot in zip(x.astype(np.float64), slots, strict=True):
+        logits = merged(moe.gate.proj.weight[...], moe.gate.proj.slots, slot) @ row
+        logits += wide(moe.gate.proj.bias)
+        chosen = np.argsort(-logits)[: config.moe.top_k]
+        weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
+        total = np.zeros(HIDDEN)
+        for e, weight in zip(chosen, weights, strict=True):
+            gate, up, down = expert(moe, e, slot)
+            of_gate, of_up = wide(experts.gate_up_bias)[e]
+            gate, up = gate @ row + of_gate, up @ row + of_up
+            cut += (gate > 7).sum() + (abs(up) > 7).sum()
+            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+            hidden = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            total += weight * (down @ hidden + wide(experts.down_bias)[e])
+        wanted.append(total)
+    assert cut > 20
+    np.testing.assert_allclose(run(moe, x, slots), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shared_outer, shared_size", [(False, 48), (True, 0)])

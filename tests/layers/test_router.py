@@ -23,6 +23,7 @@ SIGMOID = dataclasses.replace(
 )
 CONFIGS = {
     "qwen3": dataclasses.replace(MOE, router_float32=False),
+    "gpt-oss": dataclasses.replace(MOE, router_float32=False, bias=True),
     "qwen3 without normalisation": dataclasses.replace(MOE, norm_topk_prob=False),
     "deepseek v2, greedy": dataclasses.replace(
         MOE, norm_topk_prob=False, routed_scaling_factor=16.0
@@ -48,6 +49,7 @@ def route(router, x, slots):
     config, experts, weights = router.config, [], []
     for token, slot in zip(np.asarray(x, np.float64), slots, strict=True):
         logits = merged(router.proj.weight[...], router.proj.slots, slot) @ token
+        logits += wide(router.proj.bias) if config.bias else 0
         if config.scoring == "sigmoid":
             scores = 1 / (1 + np.exp(-logits))
         else:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lora_moe_jax.layers.choice_bias import bias_of_choices
 from lora_moe_jax.layers.embedding import Embedding, OutputHead
 from lora_moe_jax.layers.logprobs import token_logprobs
 from lora_moe_jax.layers.norm import RmsNorm
@@ -34,6 +35,13 @@ def compiled(dtype):
     embedding = randomise(Embedding("model.embed_tokens", VOCAB, HIDDEN, make))
     head = randomise(OutputHead("lm_head", HIDDEN, VOCAB, make, tied=True))
 
+    biases = jnp.asarray(normal(MOE.num_experts, HIDDEN, dtype=dtype))
+
+    def biased(experts, weights, dy):
+        """With the gradient of the weights."""
+        y, pull_back = jax.vjp(lambda weights: bias_of_choices(biases, experts, weights), weights)
+        return y, pull_back(dy.astype(y.dtype))
+
     def run(rows):
         x, slots, positions, tokens = rows
         heads = x.reshape(-1, 3, 16)
@@ -43,6 +51,7 @@ def compiled(dtype):
             "head norm": head_norm(heads),
             "softmax": softmax(x, slots),
             "sigmoid": sigmoid(x, slots),
+            "bias of choices": biased(*softmax(x, slots), x),
             "rope": apply_rope(heads, positions, ROPE),
             "gated": gated(*jnp.split(x, 2, axis=1), Gate()),
             "embedding": embedding(tokens, slots),
