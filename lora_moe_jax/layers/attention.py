@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.cache import LayerCache
+from lora_moe_jax.layers.lanes import filled_up, whole_lanes
 from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
 from lora_moe_jax.layers.norm import RmsNorm
 from lora_moe_jax.layers.rope import cos_sin
@@ -49,9 +50,13 @@ class Attention(nnx.Module):
 
     @staticmethod
     def cache_shapes(config: ModelConfig, tensor_devices: int = 1) -> tuple[tuple[int, ...], ...]:
-        """Per-token shapes of the key and the value cache over all devices."""
-        heads = max(config.num_kv_heads, tensor_devices)
-        return ((heads, config.head_dim),) * 2
+        """Per-token shapes of the key and the value cache over all devices.
+
+        On TPUs each half of a head that is not normed has zeros up to half of whole lanes. They
+        take the memory of as many there, and XLA would turn the cache around in every step.
+        """
+        heads, width = max(config.num_kv_heads, tensor_devices), config.head_dim
+        return ((heads, width if config.qk_norm else whole_lanes(width)),) * 2
 
     def __call__(
         self,
@@ -61,11 +66,13 @@ class Attention(nnx.Module):
         cache: LayerCache,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         tokens, width = x.shape[0], self.config.head_dim
+        columns = cache.first.shape[-1]
         heads = self.qkv_proj.joined(x, token_slots).reshape(tokens, -1, width)
+        angles = cos_sin(positions, self.config.rope)
         q, first, second = rotate_and_cache(
-            self._local_heads(heads),
+            _with_zeros(self._local_heads(heads), columns),
             *(None if norm is None else norm.weight[...] for norm in (self.q_norm, self.k_norm)),
-            *cos_sin(positions, self.config.rope),
+            *(filled_up(its, columns // 2) for its in angles),
             cache.first,
             cache.second,
             cache.view,
@@ -81,6 +88,7 @@ class Attention(nnx.Module):
             sliding_window=self.window,
             sinks=None if self.sinks is None else jnp.asarray(self.sinks[...]),
         )
+        out = _without_zeros(out, width)
         return self.o_proj(out.reshape(tokens, -1), token_slots), cache
 
     def _local_heads(self, heads: jax.Array) -> jax.Array:
@@ -93,3 +101,20 @@ class Attention(nnx.Module):
         head = self.axes.index(self.axes.tensor) * kv_heads // devices
         mine = (lax.dynamic_slice_in_dim(kv, head, 1, axis=1) for kv in (keys, values))
         return jnp.concatenate([q, *mine], axis=1)
+
+
+def _with_zeros(heads: jax.Array, columns: int) -> jax.Array:
+    """Heads of so many columns: zeros after each half, as halves are rotated with each other."""
+    *tokens, width = heads.shape
+    if columns == width:
+        return heads
+    halves = heads.reshape(*tokens, 2, width // 2)
+    return filled_up(halves, columns // 2).reshape(*tokens, columns)
+
+
+def _without_zeros(heads: jax.Array, width: int) -> jax.Array:
+    """The inverse of `_with_zeros`."""
+    *tokens, columns = heads.shape
+    if columns == width:
+        return heads
+    return heads.reshape(*tokens, 2, columns // 2)[..., : width // 2].reshape(*tokens, width)

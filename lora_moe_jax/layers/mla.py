@@ -26,6 +26,7 @@ from lora_moe_jax.config.model import MlaConfig, ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, adapter_slots, lora_of, zero_slots
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.cache import LayerCache
+from lora_moe_jax.layers.lanes import filled_up, whole_lanes
 from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
 from lora_moe_jax.layers.norm import RmsNorm
 from lora_moe_jax.layers.rope import apply_rope, mla_softmax_scale
@@ -36,9 +37,7 @@ from pallas_kernels import (
     paged_latent_attention,
     write_pages,
 )
-from pallas_kernels.implementation import platform_implementation
 
-LANES = 128  # of a TPU
 MLA_NORM_EPS = 1e-6  # of the latent norms, whatever the configuration says
 
 
@@ -85,10 +84,7 @@ class LatentAttention(nnx.Module):
         On TPUs rope keys have zeros up to 128 columns. They take the memory of as many there, and
         XLA lays narrower arrays out the other way around, and copies them for attention's kernel.
         """
-        rope = config.mla.qk_rope_head_dim
-        if platform_implementation() == "mosaic_tpu":
-            rope = -(-rope // LANES) * LANES
-        return (config.mla.kv_lora_rank,), (rope,)
+        return (config.mla.kv_lora_rank,), (whole_lanes(config.mla.qk_rope_head_dim),)
 
     def __call__(
         self,
@@ -105,8 +101,8 @@ class LatentAttention(nnx.Module):
         q_nope, q_rope = jnp.split(q, [mla.qk_nope_head_dim], axis=-1)
         latent, k_rope = jnp.split(kv_a, [mla.kv_lora_rank], axis=-1)
         columns = cache.second.shape[-1]
-        q_rope = _filled_up(apply_rope(q_rope, positions, rope), columns)
-        k_rope = _filled_up(apply_rope(k_rope[:, None], positions, rope)[:, 0], columns)
+        q_rope = filled_up(apply_rope(q_rope, positions, rope), columns)
+        k_rope = filled_up(apply_rope(k_rope[:, None], positions, rope)[:, 0], columns)
         cache = cache._replace(
             first=write_pages(cache.first, self.kv_a_layernorm(latent), cache.view),
             second=write_pages(cache.second, k_rope, cache.view),
@@ -121,12 +117,6 @@ class LatentAttention(nnx.Module):
         )
         out = self.kv_b_proj.values(attended, token_slots)
         return self.o_proj(out.reshape(x.shape[0], -1), token_slots), cache
-
-
-def _filled_up(x: jax.Array, columns: int) -> jax.Array:
-    """With zeros up to so many columns."""
-    missing = columns - x.shape[-1]
-    return jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, missing))) if missing else x
 
 
 class AbsorbedKvB(nnx.Module):

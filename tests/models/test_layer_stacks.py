@@ -156,13 +156,12 @@ def _stacked(array):
 
 @pytest.mark.slow
 @pytest.mark.interpreter
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_loop_on_a_tpu(family, monkeypatch):
     """With the kernels that a TPU has by default, in the interpreter: the bits of layers written
     out, and values of plain JAX."""
     plain = load(family)
     wanted = jax.jit(functools.partial(hidden, plain))()
-    rope = wanted[2].shape[-1]
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     together = load(family)
     assert loops(together.layers) == layer_runs(plain)
@@ -171,9 +170,16 @@ def test_a_loop_on_a_tpu(family, monkeypatch):
         apart = jax.tree.map(np.asarray, jax.jit(functools.partial(hidden, plain))())
     for one, other in zip(*map(jax.tree.leaves, (found, apart)), strict=True):
         np.testing.assert_array_equal(one, other)
-    x, first, second, choices = found
-    assert second.shape[-1] == (128 if plain.config.mla else rope) and not second[..., rope:].any()
-    found = x, first, second[..., :rope], choices
+    x, *pages, choices = found
+    if plain.config.mla:
+        rope = plain.config.mla.qk_rope_head_dim
+        assert pages[1].shape[-1] == 128 and not pages[1][..., rope:].any()
+        pages[1] = pages[1][..., :rope]
+    elif not plain.config.qk_norm:
+        half = plain.config.head_dim // 2  # with zeros after each
+        halves = [its.reshape(*its.shape[:-1], 2, 64) for its in pages]
+        pages = [its[..., :half].reshape(*its.shape[:-2], 2 * half) for its in halves]
+    found = x, *pages, choices
     for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
