@@ -29,8 +29,8 @@ MESHES = {
     "expert4": {"expert": 4},
     "expert2-tensor2": {"expert": 2, "tensor": 2},
 }
-# CI samples both kinds of attention, and biases, with experts, on the mesh of both axes; the rest is
-# slow.
+# CI samples both kinds of attention, and biases, with experts, on the mesh of both axes; the rest
+# is slow.
 QUICK = {(family, "expert2-tensor2") for family in ("qwen3_moe", "deepseek_v3", "gpt_oss")}
 
 
