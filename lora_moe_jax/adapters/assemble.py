@@ -18,7 +18,7 @@ from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFi
 from lora_moe_jax.errors import AdapterError
 
 _FIRST_NATURAL = (0, 19, 1)  # PEFT versions before it wrote packed experts with A and B exchanged
-_FIRST_SWAPPED_GPT_OSS = (0, 19, 0)  # and those before this one not where weights are [in, out]
+_FIRST_SWAPPED = (0, 19, 0)  # but where weights are [in, out], only from this one on
 
 
 class Assembler:
@@ -117,7 +117,7 @@ class Assembler:
                 hint='add "peft_version" with the version that saved the adapter',
             )  # fmt: skip
         number = tuple(map(int, found.groups()))
-        if self.table.projections[site.parts[0]].interleaved and number < _FIRST_SWAPPED_GPT_OSS:
+        if self.table.projections[site.parts[0]].interleaved and number < _FIRST_SWAPPED:
             return False
         return number < _FIRST_NATURAL
 

@@ -12,7 +12,8 @@ BYTES = 16  # of a block
 NUMBERS = 2 * BYTES
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
-_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)  # of each byte
+# Of each byte, both in one number: NumPy finds these several times as fast as pairs.
+_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1).view(np.uint64)[:, 0]
 _POWERS = np.ldexp(np.float32(1), np.arange(255) - 127)
 _POWERS = np.append(_POWERS, np.float32(np.nan))  # the format's number for that
 
@@ -34,7 +35,8 @@ class Mxfp4Matrix:
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         """float32 values of some rows and columns."""
         rows, columns = index
-        values = _PAIRS[self.blocks[rows]].reshape(*self.scales[rows].shape, NUMBERS)
+        scales = self.scales[rows]
+        values = _PAIRS[self.blocks[rows]].view(np.float32).reshape(*scales.shape, NUMBERS)
         with np.errstate(over="ignore"):  # infinities are the file's own
-            values *= _POWERS[self.scales[rows]][..., None]
+            values *= _POWERS[scales][..., None]
         return values.reshape(len(values), -1)[:, columns]

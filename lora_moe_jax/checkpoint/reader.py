@@ -27,6 +27,8 @@ from lora_moe_jax.errors import CheckpointError
 
 UINT8 = ("U8",)
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.+)")
+Files = dict[str, SafetensorsFile]
+Shape = tuple[int, ...]
 # Of a stacked tensor: one for each expert, of it one for each projection.
 Pieces = list[tuple[np.ndarray | mxfp4.Mxfp4Matrix, ...]]
 _DECODER_MODULES = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
@@ -130,10 +132,6 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
     # "unsafe" is what narrows float32 to bfloat16; infinities from float16 are the file's own.
     with np.errstate(over="ignore"):
         np.copyto(target, source, casting="unsafe")
-
-
-Files = dict[str, SafetensorsFile]
-Shape = tuple[int, ...]
 
 
 def _plain(files: Files, name: str, shape: Shape, folder: os.PathLike) -> np.ndarray | Pieces:

@@ -237,31 +237,25 @@ def _read_rope(fields: Fields, dim_key: str, dim: int, interleaved: bool) -> Rop
 
 
 def _read_qwen_windows(fields: Fields, model_type: str, num_layers: int) -> tuple:
-    window = None
+    window, full = None, 0
     if fields.flag("use_sliding_window"):
         window = fields.optional_integer("sliding_window")
-    if model_type == "qwen3_moe":
-        full = 0
-    elif fields.has("layer_types"):
-        return _windows(fields, window, num_layers)
-    else:
+    if model_type == "qwen3":
+        if fields.has("layer_types"):
+            return _windows(fields, window, num_layers)
         full = fields.integer("max_window_layers", minimum=0)
-    return (
-        ()
-        if window is None or full >= num_layers
-        else tuple(None if layer < full else window for layer in range(num_layers))
-    )
+    if window is None or full >= num_layers:
+        return ()
+    return tuple(None if layer < full else window for layer in range(num_layers))
 
 
 def _read_gpt_oss_windows(fields: Fields, num_layers: int) -> tuple:
     window = fields.optional_integer("sliding_window")
     if fields.has("layer_types"):
         return _windows(fields, window, num_layers)
-    return (
-        ()
-        if window is None
-        else tuple(None if layer % 2 else window for layer in range(num_layers))
-    )
+    if window is None:
+        return ()
+    return tuple(None if layer % 2 else window for layer in range(num_layers))
 
 
 def _windows(fields: Fields, window: int | None, num_layers: int) -> tuple:
