@@ -4,6 +4,7 @@ which tests one worker runs."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -45,6 +46,15 @@ class Groups(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Groups | None:
     return Groups(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a file has compiled goes with it: Linux lets a process have 65,530 memory maps, of which
+    each compiled function takes some, and LLVM crashes without. Those of FIRST share engines."""
+    yield
+    if group(request.node.nodeid) not in FIRST:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
