@@ -260,6 +260,18 @@ def square_table() -> dict[str, Projection]:
     }
 
 
+def save_square(folder, leaf: str, version: str | None) -> dict[bool, list[np.ndarray]]:
+    """A packed parameter, 8 by 8, of two experts; the change of each, A and B exchanged or not."""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2 * 3, 8)), rng.standard_normal((8, 3 * 2))
+    name = f"{P}model.layers.0.mlp.experts.lora_"
+    tensors = {f"{name}A.weight": a.astype("f4"), f"{name}B.weight": b.astype("f4")}
+    settings = dict(r=3, lora_alpha=3, target_modules=[], peft_version=version)
+    save(folder, tensors, **settings, target_parameters=[f"experts.{leaf}"])
+    natural = [b[:, e::2] @ a[3 * e : 3 * e + 3] for e in range(2)]
+    return {False: natural, True: [change.T for change in natural]}
+
+
 @pytest.mark.parametrize(
     ("version", "swapped"),
     [("0.17.0", True), ("0.19.0", True), ("0.19.1", False), ("0.21.2", False), (None, None),
@@ -267,22 +279,15 @@ def square_table() -> dict[str, Projection]:
 )  # fmt: skip
 def test_square_packed_parameter_is_oriented_by_version(version, swapped, tmp_path):
     """gate_up_proj is 8 by 8, so its shape says nothing."""
-    rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((2 * 3, 8)), rng.standard_normal((8, 3 * 2))
-    name = f"{P}model.layers.0.mlp.experts.lora_"
-    tensors = {f"{name}A.weight": a.astype("f4"), f"{name}B.weight": b.astype("f4")}
-    settings = dict(r=3, lora_alpha=3, target_modules=[], peft_version=version)
-    save(tmp_path, tensors, **settings, target_parameters=["experts.gate_up_proj"])
+    changes = save_square(tmp_path, "gate_up_proj", version)
     if swapped is None:
         with pytest.raises(AdapterError, match="peft_version"):
             read_adapter(tmp_path, square_table())
         return
     found = read_adapter(tmp_path, square_table())
-    for e in range(2):
-        rows, columns = a[3 * e : 3 * e + 3], b[:, e::2]
-        first, second = (columns.T, rows.T) if swapped else (rows, columns)
+    for e, change in enumerate(changes[swapped]):
         halves = [delta(found, f"model.layers.0.mlp.experts.{n}_proj", e) for n in ("gate", "up")]
-        np.testing.assert_allclose(np.concatenate(halves), second @ first, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.concatenate(halves), change, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -291,12 +296,7 @@ def test_square_packed_parameter_is_oriented_by_version(version, swapped, tmp_pa
 )
 def test_square_down_proj_of_gpt_oss(version, swapped, tmp_path):
     """One version of PEFT alone has exchanged A and B where weights are [in, out]."""
-    rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((2 * 3, 8)), rng.standard_normal((8, 3 * 2))
-    name = f"{P}model.layers.0.mlp.experts.lora_"
-    tensors = {f"{name}A.weight": a.astype("f4"), f"{name}B.weight": b.astype("f4")}
-    settings = dict(r=3, lora_alpha=3, target_modules=[], peft_version=version)
-    save(tmp_path, tensors, **settings, target_parameters=["experts.down_proj"])
+    changes = save_square(tmp_path, "down_proj", version)
     block = "model.layers.0.mlp.experts"
     projections = {
         f"{block}.{leaf}": Projection(f"{block}.{leaf}", 8, 8, 2, "expert", interleaved=True)
@@ -307,11 +307,9 @@ def test_square_down_proj_of_gpt_oss(version, swapped, tmp_path):
             read_adapter(tmp_path, projections)
         return
     found = read_adapter(tmp_path, projections)
-    for e in range(2):
-        rows, columns = a[3 * e : 3 * e + 3], b[:, e::2]
-        first, second = (columns.T, rows.T) if swapped else (rows, columns)
-        change = delta(found, f"{block}.down_proj", e)
-        np.testing.assert_allclose(change, second @ first, rtol=1e-5, atol=1e-6)
+    for e, change in enumerate(changes[swapped]):
+        found_change = delta(found, f"{block}.down_proj", e)
+        np.testing.assert_allclose(found_change, change, rtol=1e-5, atol=1e-6)
 
 
 def test_square_packed_parameter_is_oriented_by_its_sibling(tmp_path):
