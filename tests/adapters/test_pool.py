@@ -766,10 +766,10 @@ class AnyOrder(RuleBasedStateMachine):
     def acquire(self, data):
         entry = self.waiting[data.draw(st.integers(0, len(self.waiting) - 1))]
         at_once = data.draw(st.booleans())
-        taken = self.held() | self.in_parts()
+        parts = set() if at_once else self.in_parts()  # all is written before
+        taken = self.held() | parts
         has_slot = entry.slot is not None or len(taken) < 3
-        expected = has_slot and (at_once or (entry.slot is not None and entry not in taken))
-        expected = expected or entry in self.held() - self.in_parts()
+        expected = has_slot and (at_once or (entry.slot is not None and entry not in parts))
         idle = [e for e in self.every if e.slot is not None and e not in taken and e is not entry]
         oldest = min(idle, key=lambda e: e.last_used, default=None)
         evicts = entry.slot is None and self.pool.free == 0 and has_slot
