@@ -42,9 +42,8 @@ def rotate_and_cache(
         gradient. Both or none.
       cos, sin: float32, of the angle of each pair of features (j, j + D / 2).
       implementation: "xla", "triton" (GPUs, D a power of two) or "mosaic_gpu" (Hopper, up to 64
-        heads in all, of bfloat16 and D = 128, normed; the gradient is Triton's); None takes what
-        serves the platform and the shapes best. Their bits differ; a token's depend on that token
-        alone.
+        heads in all, of bfloat16 and D = 128; the gradient is Triton's); None takes what serves the
+        platform and the shapes best. Their bits differ; a token's depend on that token alone.
 
     Returns:
       q [T, H, D], k_pages, v_pages. Padding tokens, and positions past the page table, are not
@@ -56,9 +55,8 @@ def rotate_and_cache(
     """
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight and k_weight: queries and keys are normed, or neither are")
-    normed = q_weight is not None
     return differentiable.rotate_and_cache(
-        _backend(implementation, normed, heads, k_pages, v_pages), eps,
+        _backend(implementation, heads, k_pages, v_pages), eps,
         heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view,
     )  # fmt: skip
 
@@ -72,12 +70,12 @@ def rotate(
     return xla.rotate(x, cos, sin)
 
 
-def _backend(implementation: str | None, normed: bool, heads, k_pages, v_pages) -> ModuleType:
+def _backend(implementation: str | None, heads, k_pages, v_pages) -> ModuleType:
     check_known(implementation, IMPLEMENTATIONS)
     if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
         return xla
-    arguments = normed, heads, k_pages, v_pages
-    module = mosaic_gpu_module("pallas_kernels.head_rotation", implementation, *arguments)
+    pages = k_pages, v_pages
+    module = mosaic_gpu_module("pallas_kernels.head_rotation", implementation, heads, *pages)
     if module is not None:
         return module
     width = heads.shape[2]

@@ -31,12 +31,10 @@ LAYOUT, OF_COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
 COLUMNS = pl.ds(0, HALF), pl.ds(HALF, HALF)  # of each half
 
 
-def check(normed: bool, heads, k_pages, v_pages):
+def check(heads, k_pages, v_pages):
     """Raises NotImplementedError if the kernel cannot serve these shapes."""
     arrays = heads, k_pages, v_pages
-    if not normed:
-        fault = "heads must be normed"
-    elif heads.shape[2] != WIDTH or heads.shape[1] > ROWS:
+    if heads.shape[2] != WIDTH or heads.shape[1] > ROWS:
         fault = f"heads must be of width {WIDTH}, and at most {ROWS}"
     elif any(its.dtype != jnp.bfloat16 for its in arrays):
         fault = "heads and pages must be bfloat16"
@@ -50,9 +48,9 @@ def rotate_and_cache(
     heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, eps, *, interpreted=False
 ):
     """See `api.rotate_and_cache`. `interpreted`: for Pallas's interpreter."""
-    check(q_weight is not None, heads, k_pages, v_pages)
+    check(heads, k_pages, v_pages)
     tokens, count, _ = heads.shape
-    weights = stacked_weights(heads, q_weight, k_weight)
+    weights = () if q_weight is None else stacked_weights(heads, q_weight, k_weight)
     programs = min(tokens, MOST_PROGRAMS)
     # Pages are written where they are.
     k_pages, v_pages = jax.new_ref(k_pages), jax.new_ref(v_pages)
@@ -78,13 +76,14 @@ def rotate_and_cache(
         kernel_name="rotate_and_cache",
     )
     stacks = (its.stack for its in weights)
-    q = kernel(layer_operands(*weights), *stacks, heads, cos, sin, view, k_pages, v_pages)
+    norms = (layer_operands(*weights), *stacks) if weights else None
+    q = kernel(norms, heads, cos, sin, view, k_pages, v_pages)
     return q, jax.freeze(k_pages), jax.freeze(v_pages)
 
 
 def _body(
     eps, programs, interpreted,
-    layer, q_weight, k_weight, heads, cos, sin, view, k_pages, v_pages, q, *,
+    norms, heads, cos, sin, view, k_pages, v_pages, q, *,
     arrived, rotated, full,
 ):  # fmt: skip
     program, (tokens, count, _), q_heads = lax.axis_index("program"), heads.shape, q.shape[1]
@@ -92,11 +91,12 @@ def _body(
     (load, arrived), (store, rotated) = (
         views_of(stage, 2, interpreted=interpreted)[0] for stage in (arrived, rotated)
     )
-    of_layer = number_of(layer)
-    weights = [
-        [_over_columns(its.at[of_layer, columns]) for its in (q_weight, k_weight)]
-        for columns in COLUMNS
-    ]
+    if norms is not None:
+        layer, *weights = norms
+        of_layer = number_of(layer)
+        weights = [
+            [_over_columns(its.at[of_layer, columns]) for its in weights] for columns in COLUMNS
+        ]
     wait_for_kernels_before(tokens)
 
     def load_heads(i):
@@ -116,11 +116,13 @@ def _body(
         cosines, sines = (_over_columns(its.at[token]) for its in (cos, sin))
         place, cached = _place_in(k_pages, view.page_tables, request, position)
         plgpu.barrier_wait(full.at[stage])
-        row = plgpu.broadcasted_iota(jnp.int32, (ROWS, HALF), 0, layout=LAYOUT)
-        one, other = (
-            _weighted(its, jnp.where(row < q_heads, *map(_over_rows, both)))
-            for its, both in zip(_normed(arrived.at[stage], eps), weights, strict=True)
-        )
+        one, other = halves = _loaded(arrived.at[stage])
+        if norms is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, HALF), 0, layout=LAYOUT)
+            one, other = (
+                _weighted(its, jnp.where(row < q_heads, *map(_over_rows, both)))
+                for its, both in zip(_normed(*halves, eps), weights, strict=True)
+            )
         cosines, sines = _over_rows(cosines), _over_rows(sines)
         rotated.at[0][...] = _sum_of_products(one, cosines, -other, sines).astype(q.dtype)
         rotated.at[1][...] = _sum_of_products(other, cosines, one, sines).astype(q.dtype)
@@ -162,9 +164,13 @@ def _over_columns(ref):
     return plgpu.load(ref, layout=OF_COLUMNS, optimized=False)
 
 
-def _normed(stage, eps):
-    """Both halves of heads divided by their root mean square, in float32."""
-    one, other = (plgpu.load(stage.at[half], layout=LAYOUT).astype(jnp.float32) for half in (0, 1))
+def _loaded(stage):
+    """Both halves of heads, in float32."""
+    return [plgpu.load(stage.at[half], layout=LAYOUT).astype(jnp.float32) for half in (0, 1)]
+
+
+def _normed(one, other, eps):
+    """Both halves of heads divided by their root mean square."""
     total = _sum_of_products(one, one, other, other).sum(axis=1)
     inverse = lax.broadcast_in_dim(lax.rsqrt(total / WIDTH + eps), (ROWS, HALF), [0])
     return one * inverse, other * inverse

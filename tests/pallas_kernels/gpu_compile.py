@@ -256,6 +256,15 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     arguments = array(tokens, 40, 128), array(48, 128), number(), angles, angles
     yield "rotation", rotation, (*arguments, cache, cache, *view)
 
+    def rotation_without_norms(heads, cos, sin, k_pages, v_pages, *view):
+        return rotate_and_cache(
+            heads, None, None, cos, sin, k_pages, v_pages, PageView(*view),
+            eps=1e-6, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    arguments = array(tokens, 40, 128), angles, angles, cache, cache
+    yield "rotation without norms", rotation_without_norms, (*arguments, *view)
+
     cache = array(1024, 16, 2, 128)
     yield "attention of groups of three", attention, (array(tokens, 6, 128), cache, cache, *view)
     queries = [array(tokens, 128, width) for width in (512, 64)]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 44
+CALLS = 45
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
@@ -93,7 +93,8 @@ def test_decode():
             "gate_up gated of classes,shrink of classes,"
             "gate_up gated of one token,experts of one token,narrow of one token,"
             "dense of few tokens,narrow of few tokens,"
-            "layered dense of one token,layered narrow of few tokens,rotation,"
+            "layered dense of one token,layered narrow of few tokens,"
+            "rotation,rotation without norms,"
             "attention of groups of three,attention of few,attention of few with sinks,"
             "latent attention of few,"
             "attention gradients of queries,attention gradients of keys,rms_norm,add_norm,"

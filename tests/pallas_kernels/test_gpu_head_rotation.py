@@ -57,9 +57,12 @@ def cached_places(view):
 
 
 # All in whole tiles of 8 rows, keys and values within one; every row; few in none.
-@pytest.mark.parametrize("sizes", [(32, 4), (56, 4), (3, 1)])
-def test_equal_plain_operations(sizes):
-    *arrays, k_pages, v_pages, view = call = case(*sizes)
+@pytest.mark.parametrize(
+    "sizes, normed", [((32, 4), True), ((56, 4), True), ((3, 1), True), ((32, 4), False)]
+)
+def test_equal_plain_operations(sizes, normed):
+    call = case(*sizes) if normed else without_norms(*case(*sizes))
+    *arrays, k_pages, v_pages, view = call
     q, *pages = run(*call)
     plain = jax.jit(functools.partial(xla.rotate_and_cache, eps=EPS))
     wanted_q, *wanted = (np.float32(its) for its in plain(*call))
@@ -72,8 +75,10 @@ def test_equal_plain_operations(sizes):
         assert its[others].tobytes() == np.asarray(before)[others].tobytes()
 
 
-def test_bits_of_a_token_are_its_own():
-    heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view = call = case(6, 1)
+@pytest.mark.parametrize("normed", [True, False])
+def test_bits_of_a_token_are_its_own(normed):
+    call = case(6, 1) if normed else without_norms(*case(6, 1))
+    heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view = call
     together = run(*call)
     q, pages = [], (k_pages, v_pages)
     for token in range(len(TOKENS)):
@@ -101,17 +106,15 @@ def test_others_are_served_what_they_have_been(sizes, dtype, what):
 
 
 def test_hopper_is_served_by_this_kernel():
-    call = arguments(32, 4, 128, "bfloat16")
-    assert chosen(call) is mosaic_gpu
-    assert chosen(without_norms(*call)) is triton
+    assert chosen(arguments(32, 4, 128, "bfloat16")) is mosaic_gpu
 
 
 def chosen(call):
     """The module that serves a call on Hopper."""
-    heads, q_weight, *_, k_pages, v_pages, _ = call
+    heads, *_, k_pages, v_pages, _ = call
     with (
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
         mock.patch.object(implementation, "platform_implementation", lambda: "mosaic_gpu"),
         mock.patch.object(implementation, "DEPENDENT_LAUNCH", True),
     ):
-        return api._backend(None, q_weight is not None, heads, k_pages, v_pages)
+        return api._backend(None, heads, k_pages, v_pages)
