@@ -143,7 +143,18 @@ def _of_classes(tables: Tables, factors, firsts) -> tuple[Tables, tuple[int, ...
 
 
 def product(
-    x, w, tables: Tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None
+    x,
+    w,
+    tables: Tables,
+    u,
+    factors,
+    starts,
+    firsts,
+    *,
+    contract,
+    gate=None,
+    out_dtype=None,
+    bias=None,
 ):
     """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`.
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
+
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 
 
@@ -32,11 +35,19 @@ class ProductSizes:
     gate: Gate | None = None
     groups: int = 3
     slots: int = 4
+    biased: bool = False
 
     @property
     def static(self):
         starts = tuple(term.start for term in self.terms)
         return dict(starts=starts, contract=self.contract, gate=self.gate)
+
+    def bias(self, dtype):
+        """[G, N] of the size of what it is added to; None without one."""
+        if not self.biased:
+            return None
+        rng = np.random.default_rng(self.n)
+        return rng.standard_normal((self.groups, self.n)).astype(jnp.dtype(dtype))
 
     @property
     def w_shape(self):
