@@ -179,7 +179,8 @@ class TileFeed:
             layout=plgpu.Layout.WGMMA.reduce(1),
             optimized=False,
         )
-        return jnp.where(tile.k_steps > 0, bias.astype(jnp.float32), 0.0)
+        has_group = jnp.broadcast_to(tile.k_steps, bias.shape) > 0
+        return jnp.where(has_group, bias.astype(jnp.float32), 0.0)
 
     def loaded(self, i) -> Tile:
         """What `load` has brought."""

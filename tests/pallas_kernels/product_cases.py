@@ -57,7 +57,7 @@ class ProductSizes:
 def layer_products(shape):
     """(name, K, N, starts, widths, contract, gate) of the products of a MoE layer and its gradient.
 
-    `starts` and `widths` are the output columns of each low-rank term.
+    `starts` and `widths` are the output columns of each low-rank term. See `has_bias`.
     """
     hidden, wide = shape.hidden, shape.intermediate
     both = (0, wide), (wide, wide)
@@ -67,3 +67,8 @@ def layer_products(shape):
     yield "gate_up backward", 2 * wide, hidden, (0, 0), (hidden, hidden), 1, None
     yield "down backward", hidden, wide, (0,), (wide,), 1, None
     yield "gate_up without adapters", hidden, 2 * wide, (), (), 2, shape.gate
+
+
+def has_bias(shape, name: str) -> bool:
+    """Whether a product of `layer_products` has one: gate and up of some, forward."""
+    return shape.biased and name.startswith("gate_up") and "backward" not in name
