@@ -175,6 +175,8 @@ def product(
     schedule = tpu_schedule.product_schedule(_shape(x, w, k, n, halves, contract, sizes), device)
     if contract == 2:
         w = w.reshape(groups, halves, n, k)
+    if bias is not None:
+        bias = bias.reshape(groups, halves, n)
     fitted = [
         _fit(factor, start, n, schedule) for factor, start in zip(factors, starts, strict=True)
     ]
@@ -195,6 +197,7 @@ def product(
         gate,
         schedule,
         device,
+        bias,
     )
 
 
