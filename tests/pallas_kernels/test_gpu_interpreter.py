@@ -397,6 +397,24 @@ def test_a_slot_of_nan_stays_apart(name):
     assert found[~hit].tobytes() == clean[~hit].tobytes()
 
 
+@pytest.mark.parametrize("gate", [None, GPT_OSS])
+def test_with_a_bias_bits_do_not_depend_on_the_schedule(gate):
+    """Without adapters, whose sums the interpreter adds in another order."""
+    parts = 1 if gate is None else 2
+    case = ProductCase(40, 128, parts * 192, gate=gate, groups=3, biased=True)
+    arguments = case.arguments(np.array([22, 1, 14], np.int32), np.full(40, -1, np.int32))
+    found = [
+        dataclasses.replace(case, cut=cut).run(*arguments).tobytes()
+        for cut in (
+            (),
+            (("blocks", 2), ("consumers", 1)),
+            (("consumers", 3), ("depth", 4)),
+            (TALL,),
+        )
+    ]
+    assert found[1:] == found[:1] * 3
+
+
 def test_in_place_tiles_without_rows_wait_for_nothing():
     """The table is filled up to whole sets of tiles; row 0 has a slot."""
     case = SLOW_PRODUCTS["in place, several tiles"]
