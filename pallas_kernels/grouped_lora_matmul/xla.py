@@ -104,7 +104,7 @@ def product(
 
 def with_bias(y, bias, tables: Tables):
     """The sums of each row plus its group's bias, in the type of the sums."""
-    sums = y + bias[tables.group_of_row].astype(y.dtype)
+    sums = y + jnp.asarray(bias)[tables.group_of_row].astype(y.dtype)
     if tables.group_sizes is None:
         return sums
     inside = jnp.arange(y.shape[0]) < jnp.sum(tables.group_sizes)
