@@ -34,6 +34,7 @@ class ExpertShape:
       experts: experts held by one device.
       top_k: rows of a token on this device (for a slice of the experts: on average).
       gate: the activation between the two products.
+      biased: whether gate and up have a bias.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ExpertShape:
     hidden: int
     intermediate: int
     gate: Gate = Gate()
+    biased: bool = False
 
     @property
     def gate_up(self) -> ProductShape:
@@ -69,7 +71,7 @@ QWEN3_235B_A22B = ExpertShape("qwen3-235b-a22b", 128, 8, 4096, 1536)
 DEEPSEEK_V3 = ExpertShape("deepseek-v3", 256, 8, 7168, 2048)
 DEEPSEEK_V3_EP8 = ExpertShape("deepseek-v3-ep8", 32, 1, 7168, 2048)
 DEEPSEEK_V2_LITE = ExpertShape("deepseek-v2-lite", 64, 6, 2048, 1408)
-GPT_OSS_20B = ExpertShape("gpt-oss-20b", 32, 4, 2880, 2880, Gate(7.0, 1.702, 1.0))
+GPT_OSS_20B = ExpertShape("gpt-oss-20b", 32, 4, 2880, 2880, Gate(7.0, 1.702, 1.0), biased=True)
 
 EXPERT_SHAPES: dict[str, ExpertShape] = {
     shape.name: shape

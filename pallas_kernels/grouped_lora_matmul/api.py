@@ -1,6 +1,6 @@
 """`grouped_lora_matmul`: the one operation behind expert, dense and latent-attention LoRA.
 
-    y[t] = x[t] · W[g(t)]ᵀ + s[a(t), g(t)] · (x[t] · A[a(t), g(t)]ᵀ) · B[a(t), g(t)]
+    y[t] = x[t] · W[g(t)]ᵀ + s[a(t), g(t)] · (x[t] · A[a(t), g(t)]ᵀ) · B[a(t), g(t)] + bias[g(t)]
 
 Letters: M rows, K input width, N output width, G groups (experts, heads, or 1), S adapter slots,
 R the rank of its arrays, g(t) the group of row t, a(t) its adapter slot.
@@ -35,6 +35,7 @@ def grouped_lora_matmul(
     lora: tuple[Slots | None, ...] = (),
     *,
     parts: tuple[int, ...] | None = None,
+    bias: Float[Array, "groups n"] | None = None,
     gate: Gate | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
@@ -53,10 +54,11 @@ def grouped_lora_matmul(
     rows, or its place among them. Isolation: a NaN or Inf in a slot reaches only that slot's rows
     and gradients. Both hold for the gradients with respect to `x` too.
 
-    Differentiable with respect to `x` and `lora`. The base is frozen: the cotangent of `w` is
-    zero and is never computed. Gradients of `a` and `b` rows at and past an adapter's rank are
-    what the formula gives (zero for `a` as `b` is zero there; mask them when training). With an
-    `out_dtype` the cotangent of the result is rounded to x's dtype before anything is made of it.
+    Differentiable with respect to `x` and `lora`. The base is frozen: the cotangents of `w` and
+    `bias` are zero and are never computed. Gradients of `a` and `b` rows at and past an adapter's
+    rank are what the formula gives (zero for `a` as `b` is zero there; mask them when training).
+    With an `out_dtype` the cotangent of the result is rounded to x's dtype before anything is made
+    of it.
 
     Args:
       x: rows, float32 or bfloat16 (float64 with x64 enabled). Where w has another type, "xla"
@@ -71,6 +73,8 @@ def grouped_lora_matmul(
         pairs has one for each rank class: they differ in slots and rank alone, and all parts have
         the same slots. The first class has slots 0 to S - 1, the next one those from S on.
       parts: widths of the parts, adding up to N. Default: one part.
+      bias: of each group's columns, in x's dtype; it may be `Layered`. It is added to the sums
+        after the low-rank product, before they are rounded. None: no bias.
       gate: N is `[gate | up]`, and the result is the gate's function of both, in the epilogue of
         the product.
       out_dtype: float32 keeps the float32 sums of narrower x and w as they are (a router's logits
@@ -92,6 +96,7 @@ def grouped_lora_matmul(
     lora = tuple(lora) or (None,) * len(parts)
     check_call(x, w, group_sizes, row_slots, lora, parts)
     check_slots(lora)
+    check_bias("bias", bias, x, w)
     if gate is not None and (w.shape[1] % 2 or len(parts) not in (1, 2)):
         raise ValueError(f"a gate needs N = [gate | up], got N {w.shape[1]} in {parts=}")
     if gate is not None and len(parts) == 2 and parts[0] != parts[1]:
@@ -100,10 +105,10 @@ def grouped_lora_matmul(
     backend = choose_backend(implementation, x, w, lora, parts, out_dtype)
     if row_slots is None:
         row_slots = jnp.full(x.shape[0], -1, jnp.int32)
-    w, lora = in_backend_form(backend, (w, lora))
+    w, bias, lora = in_backend_form(backend, (w, bias, lora))
     tables = backend.tables(group_sizes, jnp.asarray(row_slots), w.shape[0])
     return differentiable.grouped_lora_matmul(
-        backend, parts, gate, out_dtype, x, w, tables, lora, None
+        backend, parts, gate, out_dtype, x, w, bias, tables, lora, None
     )
 
 
@@ -199,6 +204,15 @@ def check_call(x, w, group_sizes, row_slots, lora, parts):
         _check_indices("row_slots", row_slots, x.shape[0], " when lora is given")
     for width, entry in zip(parts, lora, strict=True):
         _check_entry(entry, groups, width, k)
+
+
+def check_bias(name: str, bias, x, w):
+    """Raises ValueError for a bias that does not belong to the product of x and w."""
+    if bias is not None and (bias.shape != w.shape[:2] or bias.dtype != x.dtype):
+        raise ValueError(
+            f"{name} must be {x.dtype}{list(w.shape[:2])}, of x's dtype, for w {w.shape}, "
+            f"got {bias.dtype}{list(bias.shape)}"
+        )
 
 
 def _check_indices(name: str, array, count: int, when: str):

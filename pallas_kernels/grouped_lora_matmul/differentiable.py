@@ -5,7 +5,7 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
 [M, R].
 
     READS_LAYERS
-        Whether w, factors and scalings may be `Layered`, all of one layer.
+        Whether w, bias, factors and scalings may be `Layered`, all of one layer.
     check(x, w, lora, parts, out_dtype=None)
         Raises NotImplementedError, naming the shapes, for what it cannot serve.
     tables(group_sizes, row_slots, groups) -> tables
@@ -15,12 +15,13 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
         The same for (token, choice) rows, sorted by (group, slot), and each row's x; `slots` is how
         many there are. Rows of a number that is not one of a group, and those of tokens that are
         not valid (bool [T], None: all are), come after the last group.
-    product(x, w, tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None)
-        -> [M, N]
+    product(x, w, tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None,
+            bias=None) -> [M, N]
         x[t] times its group's weight, contracted over w's axis `contract`: 2 for w [G, N, K],
         1 for w [G, K, N]. Then, for each term p in order that has the row's slot,
         y[t, starts[p] : + width] += u[p][t] · factors[p][slot - firsts[p], group], factors[p]
-        [S, G or 1, R, width]. Rows past the last group are zero. With a gate, N is [gate | up] and
+        [S, G or 1, R, width], and after all of them bias [G, N] of its group, which has x's dtype.
+        Rows past the last group are zero. With a gate, N is [gate | up] and
         the result is the gate's function of both, [M, N / 2]. The result is the float32 sums
         rounded to x's dtype, or not rounded if out_dtype is float32, which comes without a gate.
     shrink(x, tables, factors, starts, scalings, firsts) -> u of each term
@@ -32,9 +33,10 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
         product makes u itself, this is what it makes it of. Here all terms are of all of x.
     EXPERTS_AT_ONCE
         So many rows of a MoE layer `experts` may take. 0: there is none.
-    experts(x, gate_up, down, tables, into, out, gate) -> [M, H], or None
-        The gate's function of x times each row's gate_up [G, 2 I, K], times its down [G, H, I],
-        with the `Term`s of both, in one kernel. None: not of these. Bits are those of two products.
+    experts(x, gate_up, bias, down, tables, into, out, gate) -> [M, H], or None
+        The gate's function of x times each row's gate_up [G, 2 I, K], with its bias [G, 2 I] or
+        None, times its down [G, H, I], with the `Term`s of both, in one kernel. None: not of these.
+        Bits are those of two products.
     outer(lefts, right, spans, tables, first, shape, dtype) -> [*shape, rank, width] of each
         lefts are (u, rank) pairs: u as `shrink` returns it, and how many of its columns count;
         each has a span (start, width).
@@ -76,6 +78,7 @@ def grouped_lora_matmul(
     out_dtype: np.dtype | None,
     x,
     w,
+    bias,
     tables,
     lora,
     shared_u,
@@ -91,15 +94,15 @@ def grouped_lora_matmul(
     """
     terms = terms_of_parts(parts, lora)
     u = _shrink(backend.shrink_for_product, x, tables, terms) if shared_u is None else shared_u
-    return _product(backend, x, w, tables, u, terms, gate, out_dtype)
+    return _product(backend, x, w, bias, tables, u, terms, gate, out_dtype)
 
 
-def _forward(backend, parts, gate, out_dtype, x, w, tables, lora, shared_u):
+def _forward(backend, parts, gate, out_dtype, x, w, bias, tables, lora, shared_u):
     # Differentiated outside of jit, NumPy arguments arrive as they are.
-    x, w, tables, lora = jax.tree.map(jnp.asarray, (x, w, tables, lora))
+    x, w, bias, tables, lora = jax.tree.map(jnp.asarray, (x, w, bias, tables, lora))
     terms = terms_of_parts(parts, lora)
     u = kept(_shrink(backend.shrink, x, tables, terms) if shared_u is None else shared_u)
-    y = kept(_product(backend, x, w, tables, u, terms, None, out_dtype))
+    y = kept(_product(backend, x, w, bias, tables, u, terms, None, out_dtype))
     before_gate = None
     if gate is not None:
         before_gate, y = y, gated_columns(y, gate)
@@ -113,7 +116,7 @@ def _backward(backend, parts, gate, out_dtype, saved, dy):
     if out_dtype is not None:
         dy = dy.astype(x.dtype)
     dx, dlora = gradients(backend, parts, x, w, tables, lora, u, dy)
-    return dx, None, None, dlora, None
+    return dx, None, None, None, dlora, None
 
 
 def gradients(backend, parts, x, w, tables, lora, u, dy):
@@ -145,12 +148,11 @@ def _shrink(shrink, x, tables, terms):
     return shrink(x, tables, a, (0,) * len(terms), scalings, firsts)
 
 
-def _product(backend, x, w, tables, u, terms, gate, out_dtype):
+def _product(backend, x, w, bias, tables, u, terms, gate, out_dtype):
     factors = tuple(term.pair.b for term in terms)
     starts, firsts = (tuple(getattr(term, name) for term in terms) for name in ("start", "first"))
-    return backend.product(
-        x, w, tables, u, factors, starts, firsts, contract=2, gate=gate, out_dtype=out_dtype
-    )
+    arrays = x, w, tables, u, factors, starts, firsts
+    return backend.product(*arrays, contract=2, gate=gate, out_dtype=out_dtype, bias=bias)
 
 
 def a_gradients(backend, terms, x, du, tables):

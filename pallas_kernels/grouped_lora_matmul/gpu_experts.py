@@ -43,12 +43,14 @@ COMMON = "x_stage", "w_stage", "empty", "own_u"  # what the products have in tur
 
 
 class Product(NamedTuple):
-    """One of the two: W `[G, N, K]`, its terms or None, their first columns, the schedule."""
+    """One of the two: W `[G, N, K]`, its terms or None, their first columns, the schedule, and the
+    bias of W or None."""
 
     w: jax.Array
     terms: Terms | None
     starts: tuple[int, ...]
     schedule: ProductSchedule
+    bias: jax.Array | None = None
 
 
 def experts_kernel(
@@ -67,11 +69,11 @@ def experts_kernel(
     h = jax.ShapeDtypeStruct((x.shape[0], into.w.shape[1] // 2), x.dtype)
 
     def layout_of(x, product, gate):
-        w, terms, starts, schedule = product
+        w, terms, starts, schedule, bias = product
         firsts = (0,) * len(starts)
         lora = terms, starts, firsts, schedule
         static = gate, tables, interpreted, x.dtype, ring_rows
-        return ProductLayout(x, w, *lora, 2, *static)
+        return ProductLayout(x, w, *lora, 2, *static, bias=bias)
 
     layouts = layout_of(x, into, gate), layout_of(h, out, None)
     programs = max(product.schedule.programs for product in (into, out))
@@ -94,11 +96,11 @@ def experts_kernel(
         kernel_name=f"lora_experts_of_{layouts[0].name()}",
     )
     operands = (
-        operands_of(layout, product.w, product.terms)
+        itertools.chain(*operands_of(layout, product.w, product.bias, product.terms))
         for layout, product in zip(layouts, (into, out), strict=True)
     )
     of_adapters = into.terms.of_adapters + out.terms.of_adapters if into.terms else ()
-    layers = layer_operands(into.w, out.w, *of_adapters)
+    layers = layer_operands(into.w, into.bias, out.w, out.bias, *of_adapters)
     rows = (tables.place, tables.run_end) if into.terms else (tables.place,)
     word = () if interpreted else (tables.arrivals,)
     _, y = kernel(*layers, *word, *rows, x, *itertools.chain(*operands))
@@ -123,7 +125,8 @@ def _body(layouts: tuple[ProductLayout, ProductLayout], *refs, into, out, made=N
     rows = refs.pop(0), refs.pop(0) if first.terms else None
     y, h = refs.pop(), refs.pop()
     x, *operands = refs
-    count = 1 + 3 * first.terms  # W; B, A and the scaling of each term
+    # W and its bias; B, A and the scaling of each term.
+    count = 1 + first.biased + 3 * first.terms
     into, out = (
         _Phase(layout, program, layer, rows, *arguments, common)
         for layout, *arguments in zip(
@@ -159,19 +162,23 @@ class _Phase:
 
     Args:
       layer: references to its number, see `number_of`.
-      rows: the place and run end of each. arrays: x and y. operands: W and what adapters have.
+      rows: the place and run end of each. arrays: x and y. operands: W, its bias if it has one, and
+        what adapters have.
       own, common: the memory of this product alone, and of both.
     """
 
     def __init__(self, layout: ProductLayout, program, layer, rows, arrays, operands, own, common):
         s, total = layout.schedule, layout.rows * layout.feature_tiles
         count = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
+        self.w, *lora = operands
+        bias = lora.pop(0) if layout.biased else None
         words = (own[name] for name in ("tile_words", "tile_full", "tile_empty"))
-        self.feed = TileFeed(layout, program, count, rows[0], *rows, *words)
+        rings = *words, bias, own.get("tile_bias")
+        self.feed = TileFeed(layout, program, count, rows[0], *rows, *rings)
         barriers = {name: own[name] for name in ("full", "low_rank_full") if name in own}
         self.stages = Stages(layout, **common, **barriers)
         self.layout, self.layer, (self.x, self.y) = layout, layer, arrays
-        (self.w, *lora), self.buffers = operands, own["out"]
+        self.buffers = own["out"]
         self.makes_some, self.lora = program < s.programs, layout.lora_arrays(lora)
 
     def load(self, step, wait_for_x):

@@ -90,6 +90,7 @@ def product_kernel(
     gate: Gate | None,
     out_dtype: np.dtype,
     *,
+    bias=None,
     interpreted: bool = False,
 ):
     """Runs the kernel over the tiles of the table.
@@ -100,14 +101,15 @@ def product_kernel(
       starts: the first output column of each term. firsts: the first slot of its factor; terms
         are class by class.
       out_dtype: x's, or float32 where there is no gate.
+      bias: [G, N] in x's dtype, or None; it may be `Layered`.
       interpreted: for the interpreter, which knows no layouts.
 
     Returns:
       [M, N] in out_dtype, or [M, N / 2] when gated.
     """
-    layout = ProductLayout(
-        x, w, terms, starts, firsts, schedule, contract, gate, tables, interpreted, out_dtype
-    )
+    lora = terms, starts, firsts, schedule
+    static = contract, gate, tables, interpreted, out_dtype
+    layout = ProductLayout(x, w, *lora, *static, bias=bias)
     out_type = [jax.ShapeDtypeStruct((x.shape[0], whole_lines(layout.width, 64)), out_dtype)]
     if layout.beside:
         out_type.append(jax.ShapeDtypeStruct((x.shape[0], layout.beside.columns), x.dtype))
@@ -131,26 +133,28 @@ def product_kernel(
     if terms is not None:
         rows = tables.place, tables.run_end, *layout.distinct_u(terms)
         of_adapters = terms.of_adapters
-    layers = layer_operands(w, *of_adapters)
-    w, *factors = operands_of(layout, w, terms)
+    layers = layer_operands(w, bias, *of_adapters)
+    base, factors = operands_of(layout, w, bias, terms)
     tiles = (tables.place,) if tables.rows_alone else tables.tiles or ()
-    y, *_ = kernel(*layers, *tiles, x, w, *rows, *factors)
+    y, *_ = kernel(*layers, *tiles, x, *base, *rows, *factors)
     return y[:, : layout.width]
 
 
-def operands_of(layout: ProductLayout, w, terms: Terms | None):
-    """W and what a kernel needs of adapters beside u: arrays of all layers, in one axis."""
+def operands_of(layout: ProductLayout, w, bias, terms: Terms | None):
+    """W with its bias, if it has one, and what a kernel needs of adapters beside u: arrays of all
+    layers, in one axis."""
     if layout.parts == 2:
         w = w.reshape(w.shape[0], 2, layout.width, w.shape[2])
     factors = []
     if terms is not None:
         a = (its.factor for its in terms.unmade)
         factors = [*terms.factors, *a, *(its.scaling.reshape(-1) for its in terms.unmade)]
-    w, *factors = (merged(its)[0] for its in (w, *factors))
+    base = (w,) if bias is None else (w, bias)
+    base, factors = ([merged(its)[0] for its in arrays] for arrays in (base, factors))
     for term, count in enumerate(layout.padded_ranks):
         if count:
             factors[term] = jnp.pad(factors[term], ((0, 0), (0, 0), (count, 0), (0, 0)))
-    return w, *factors
+    return base, factors
 
 
 def _body(
@@ -163,6 +167,7 @@ def _body(
     health=None,
     judged=None,
     shrink=None,
+    tile_bias=None,
     **scratch,
 ):
     s = layout.schedule
@@ -186,6 +191,7 @@ def _body(
         *refs, made = refs
         u = (made,)
     x, w, *lora, y = refs
+    bias = lora.pop(0) if layout.biased else None
     total = count * layout.feature_tiles
     # Those before the first have a shrink, and no tiles.
     number = jnp.maximum(program - layout.first_program, 0)
@@ -194,9 +200,8 @@ def _body(
     places, run_ends, *lora = lora if layout.terms else (None, None)
     lora = layout.lora_arrays(lora)
     lora.u.extend(u)
-    feed = TileFeed(
-        layout, number, mine, words, places, run_ends, tile_words, tile_full, tile_empty
-    )
+    rings = tile_words, tile_full, tile_empty, bias, tile_bias
+    feed = TileFeed(layout, number, mine, words, places, run_ends, *rings)
     stages = Stages(layout, **scratch)
     beside = None
     if layout.beside:

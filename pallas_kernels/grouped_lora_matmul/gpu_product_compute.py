@@ -243,13 +243,13 @@ class ProductConsumer:
             before = number * s.blocks + block
             buffer = self.out.at[self.warpgroup, before % s.buffers]
             plgpu.wait_smem_to_gmem(min(before, s.buffers - 1), wait_read_only=True)
+            parts = [self.with_bias(tile, i, sums[i]) for i in range(block, len(sums), s.blocks)]
             for p, piece in enumerate(chunk):
-                total = sums[block][p]
+                total = parts[0][p]
                 if layout.gate is not None:
                     # Of the rounded product, as training has it, which keeps the product.
                     left, right = (
-                        half.astype(layout.dtype).astype(jnp.float32)
-                        for half in (total, sums[s.blocks + block][p])
+                        half[p].astype(layout.dtype).astype(jnp.float32) for half in parts
                     )
                     total = gated(left, right, layout.gate)
                 total = total.astype(layout.out_dtype)
@@ -269,6 +269,13 @@ class ProductConsumer:
             else:
                 pl.when(tile.rows >= begin + layout.chunk)(store)
             plgpu.commit_smem_to_gmem_group()
+
+    def with_bias(self, tile, i, pieces):
+        """An accumulator's pieces, each [64 features, rows], plus the bias of its features."""
+        if not self.layout.biased:
+            return pieces
+        bias = self.feed.bias_of(tile, self.block_of(i))
+        return [piece + lax.broadcast_in_dim(bias, piece.shape, [0]) for piece in pieces]
 
     def store_narrow(self, tile, buffer):
         """Writes the rows of a tile of part of a block, one by one: together they are not dense."""

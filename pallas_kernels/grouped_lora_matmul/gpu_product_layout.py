@@ -48,6 +48,7 @@ class ProductLayout:
         interpreted,
         out_dtype,
         ring_rows=0,
+        bias=None,
     ):
         self.single_rows, self.equal = tables.rows_alone, tables.equal
         self.interpreted = interpreted
@@ -69,8 +70,10 @@ class ProductLayout:
         factors = () if terms is None else terms.factors
         unmade = () if terms is None else terms.unmade
         self.groups_of_layer = merged(w)[1]
+        self.biased = bias is not None
+        self.biases_of_layer = merged(bias)[1]
         self.slots_of_layer = tuple(merged(factor)[1] for factor in factors)
-        self.layered = any(map(is_layered, (w, *factors, *itertools.chain(*unmade))))
+        self.layered = any(map(is_layered, (w, bias, *factors, *itertools.chain(*unmade))))
         self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
         self.beside = None if terms is None else terms.beside
         self.inner = None
@@ -186,6 +189,9 @@ class ProductLayout:
             tile_full=plgpu.Barrier(num_arrivals=max(1, self.word_copies()), num_barriers=TILES),
             tile_empty=plgpu.Barrier(num_arrivals=s.consumers, num_barriers=TILES),
         )
+        if self.biased:
+            features = self.parts * self.feature_blocks * 64
+            scratch["tile_bias"] = plgpu.SMEM((TILES, features), self.dtype)
         if self.terms:
             copies = (self.feature_blocks if self.by_rows else 1) + (0 if self.inner else 1)
             scratch["low_rank_full"] = plgpu.Barrier(
@@ -289,9 +295,11 @@ class ProductLayout:
         return plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)
 
     def word_copies(self):
-        """The tile's words in a table, or its row's place; with adapters places and run ends."""
+        """The tile's words in a table, or its row's place; with adapters places and run ends; of
+        each part its bias."""
         in_table = not self.single_rows and not self.equal
-        return int(in_table) + (2 if self.terms else int(self.single_rows))
+        words = int(in_table) + (2 if self.terms else int(self.single_rows))
+        return words + (self.parts if self.biased else 0)
 
     def sets(self) -> list[Set]:
         """What is added after another, of each class: its terms, or all if a stage may hold them.

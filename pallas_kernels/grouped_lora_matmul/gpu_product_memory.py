@@ -22,7 +22,7 @@ class ProductMemory:
     """Loads x and W of a tile's K steps, then B and u of its adapters.
 
     Args:
-      layer: of W and of adapters' arrays that have those of many layers.
+      layer: of W, of the bias and of adapters' arrays that have those of many layers.
       beside: what makes u, where that is not there yet.
       wait_for_x: waits until there is x, if there is none when this warpgroup starts.
       early: whether rows' places and runs are not there before x either.
@@ -60,7 +60,7 @@ class ProductMemory:
             tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
             # Read now, needed after this tile.
             following = self.feed.read(i + 1, placed=not self.early)
-            load_words = functools.partial(self.feed.load, tile, i)
+            load_words = functools.partial(self.feed.load, tile, i, self.layer)
             if not self.early:
                 load_words()
             step, is_mixed = self.load_tile(tile, again, step, i == 0, load_words)

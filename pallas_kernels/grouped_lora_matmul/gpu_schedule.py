@@ -104,6 +104,7 @@ def product_schedule(
     made_ranks: int = 0,
     equal: bool = False,
     beside: int = 0,
+    biased: bool = False,
 ) -> ProductSchedule:
     """For `rows` rows over `groups` groups, `width` features in each of `parts` parts.
 
@@ -112,6 +113,7 @@ def product_schedule(
       made_ranks: of u, where the product makes it.
       equal: whether groups have equally many rows: tiles of one group are of any height then.
       beside: bytes of shared memory that a shrink has in the same program.
+      biased: whether the sums have a bias.
     """
     mean = rows / groups
     heights = _heights(rows, groups)
@@ -147,6 +149,8 @@ def product_schedule(
     words = 4 * TILES * words_of_tile(heights)
     buffer = consumers * min(CHUNK, heights[-1]) * 64 * out_bytes
     free = SHARED_MEMORY - _whole(words, ARRAY) - beside
+    if biased:
+        free -= _whole(2 * TILES * parts * blocks * consumers * 64, ARRAY)
     if heights[-1] >= TALL:
         free -= ARRAY  # whether its sums are finite
     if made_ranks:
@@ -173,21 +177,22 @@ def product_schedule(
 
 
 def experts_schedules(
-    rows: int, width: int, hidden: int, made_into: int, made_out: int
+    rows: int, width: int, hidden: int, made_into: int, made_out: int, biased: bool = False
 ) -> tuple[ProductSchedule, ProductSchedule, int] | None:
     """Those of gate and up, and of down, of rows that are tiles each, with one ring of stages.
 
     Args:
       width: features of the gate. hidden: of the result.
       made_into, made_out: ranks of u that the products make.
+      biased: whether gate and up have a bias.
 
     Returns:
       The schedules, and how many rows a block of a stage has; None if too few stages have room.
     """
     heights, buffers = (8,), 2
     features = _narrow_gated(width, rows, made_into)
-    # Of each product the words of its tiles and two buffers; u.
-    free = SHARED_MEMORY - 7 * ARRAY
+    # Of each product the words of its tiles and two buffers; u; a bias.
+    free = SHARED_MEMORY - (7 + biased) * ARRAY
     for depth in (DEPTH, DEPTH // 2):
         ring_rows = max(
             block_rows(2 * features, features, made_into, depth),

@@ -1,7 +1,8 @@
 """How the warpgroups of a product's program learn their tiles, and the runs in them.
 
 The memory warpgroup reads the table of tiles and copies what it says of a tile, with the place and
-the run end of each of its rows, to shared memory, where all warpgroups read it.
+the run end of each of its rows, to shared memory, where all warpgroups read it. So does the bias of
+its features come there.
 """
 
 from __future__ import annotations
@@ -50,15 +51,29 @@ class TileFeed:
       words: the table, or each row's place where every row is a tile; None of equal groups.
       places, run_ends: those of all rows; None without adapters.
       in_memory: int32 [TILES, words of a tile] in shared memory. full, empty: its barriers.
+      bias: that of all groups, [groups of all layers, N]. bias_in_memory: [TILES, features of a
+        tile, in whole blocks, part by part] in shared memory. None where there is none.
     """
 
     def __init__(
-        self, layout: ProductLayout, program, count, words, places, run_ends, in_memory, full, empty
+        self,
+        layout: ProductLayout,
+        program,
+        count,
+        words,
+        places,
+        run_ends,
+        in_memory,
+        full,
+        empty,
+        bias=None,
+        bias_in_memory=None,
     ):
         self.layout, self.schedule = layout, layout.schedule
         self.program, self.count = program, count
         self.words, self.places, self.run_ends = words, places, run_ends
         self.in_memory, self.full, self.empty = in_memory, full, empty
+        self.bias, self.bias_in_memory = bias, bias_in_memory
 
     def number(self, i):
         """The number in the table of a program's tile, and its slice of features."""
@@ -112,8 +127,9 @@ class TileFeed:
             return tile
         return tile._replace(place=self.places[jnp.minimum(tile.row, self.layout.rows - 1)])
 
-    def load(self, tile: Tile, i):
-        """Brings a tile's words, and those of its rows, to the consumers, if they need any."""
+    def load(self, tile: Tile, i, layer):
+        """Brings a tile's words, those of its rows, and its bias, to the consumers, if they need
+        any."""
         if not self.layout.word_copies():
             return
         slot = tile.slot
@@ -141,6 +157,30 @@ class TileFeed:
                 self.in_memory.at[slot, pl.ds(destination, count)],
                 self.full.at[slot],
             )
+        if self.layout.biased:
+            self.load_bias(tile, layer)
+
+    def load_bias(self, tile: Tile, layer):
+        """Brings the bias of a tile's features: past the last of all zeros, as of W."""
+        layout, features = self.layout, 64 * self.layout.feature_blocks
+        group = layer * layout.biases_of_layer + tile.group
+        for part in range(layout.parts):
+            plgpu.copy_gmem_to_smem(
+                self.bias.at[group, pl.ds(part * layout.width + tile.feature, features)],
+                self.bias_in_memory.at[tile.slot, pl.ds(part * features, features)],
+                self.full.at[tile.slot],
+            )
+
+    def bias_of(self, tile: Tile, block):
+        """The bias of a block's features, float32 [64]; zeros for rows past the last group."""
+        features = pl.ds(pl.multiple_of(block * 64, 64), 64)
+        bias = plgpu.load(
+            self.bias_in_memory.at[tile.slot, features],
+            layout=plgpu.Layout.WGMMA.reduce(1),
+            optimized=False,
+        )
+        has_group = jnp.broadcast_to(tile.k_steps, bias.shape) > 0
+        return jnp.where(has_group, bias.astype(jnp.float32), 0.0)
 
     def loaded(self, i) -> Tile:
         """What `load` has brought."""

@@ -81,7 +81,18 @@ def dispatch(x, groups: int, slots: int, group, token_slots, valid):
 
 
 def product(
-    x, w, tables: Tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None
+    x,
+    w,
+    tables: Tables,
+    u,
+    factors,
+    starts,
+    firsts,
+    *,
+    contract,
+    gate=None,
+    out_dtype=None,
+    bias=None,
 ):
     """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`."""
     parts = 1 if gate is None else 2
@@ -96,6 +107,7 @@ def product(
         out_dtype.itemsize,
         contract,
         equal=tables.equal,
+        biased=bias is not None,
     )
     terms = None
     if factors:
@@ -103,11 +115,11 @@ def product(
         is_dense = tables.equal and w.shape[0] == 1
         terms, schedule = _terms(x, tables, u, factors, starts, firsts, gate, schedule, is_dense)
     schedule = schedule()
-    where = tuple(starts), tuple(firsts)
-    return product_kernel(tables, x, w, terms, *where, schedule, contract, gate, out_dtype)
+    lora, static = (terms, tuple(starts), tuple(firsts)), (schedule, contract, gate, out_dtype)
+    return product_kernel(tables, x, w, *lora, *static, bias=bias)
 
 
-def experts(x, gate_up, down, tables: Tables, into, out, gate):
+def experts(x, gate_up, bias, down, tables: Tables, into, out, gate):
     """Gate, up and down of rows that are a tile each, in one kernel; see `differentiable.py`.
 
     None for other rows, for adapters that have rank classes, for those that share the factors which
@@ -130,11 +142,11 @@ def experts(x, gate_up, down, tables: Tables, into, out, gate):
         made[number] = Inner(unmade, starts[number], widths, number == 0).used
     if max(made) > RANKS:
         return None
-    found = experts_schedules(x.shape[0], width, hidden, *made)
+    found = experts_schedules(x.shape[0], width, hidden, *made, bias is not None)
     if found is None:
         return None
     *schedules, ring_rows = found
-    products = map(Product, (gate_up, down), terms, starts, schedules)
+    products = map(Product, (gate_up, down), terms, starts, schedules, (bias, None))
     return experts_kernel(tables, x, *products, gate, ring_rows)
 
 

@@ -143,7 +143,18 @@ def _of_classes(tables: Tables, factors, firsts) -> tuple[Tables, tuple[int, ...
 
 
 def product(
-    x, w, tables: Tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None
+    x,
+    w,
+    tables: Tables,
+    u,
+    factors,
+    starts,
+    firsts,
+    *,
+    contract,
+    gate=None,
+    out_dtype=None,
+    bias=None,
 ):
     """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`.
 
@@ -164,6 +175,8 @@ def product(
     schedule = tpu_schedule.product_schedule(_shape(x, w, k, n, halves, contract, sizes), device)
     if contract == 2:
         w = w.reshape(groups, halves, n, k)
+    if bias is not None:
+        bias = bias.reshape(groups, halves, n)
     fitted = [
         _fit(factor, start, n, schedule) for factor, start in zip(factors, starts, strict=True)
     ]
@@ -184,6 +197,7 @@ def product(
         gate,
         schedule,
         device,
+        bias,
     )
 
 

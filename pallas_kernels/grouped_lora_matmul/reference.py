@@ -7,7 +7,7 @@ import numpy as np
 from pallas_kernels.grouped_lora_matmul.lora import classes_of
 
 
-def grouped_lora_matmul(x, w, group_sizes, row_slots=None, lora=(), *, parts=None):
+def grouped_lora_matmul(x, w, group_sizes, row_slots=None, lora=(), *, parts=None, bias=None):
     """Same arguments and result as the public function, in float64."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     parts = parts or (w.shape[1],)
@@ -21,6 +21,8 @@ def grouped_lora_matmul(x, w, group_sizes, row_slots=None, lora=(), *, parts=Non
                 pair, slot = _class_of(entry, int(row_slots[row]))
                 y[row, start : start + width] += _delta(x[row], pair, slot, group)
             start += width
+        if bias is not None:
+            y[row] += np.asarray(bias[group], np.float64)
     return y
 
 

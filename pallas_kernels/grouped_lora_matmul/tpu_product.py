@@ -5,7 +5,7 @@
     2. for each piece of the group's W:  acc[window] += x[window] · W, in fixed steps along K
     3. for each run of one slot:         acc[window] = select(rows of the run, acc + u·B, acc)
        with the terms of the slot's rank class: no others' factors are read
-    4. y[window] = select(rows of the task, acc, y)
+    4. y[window] = select(rows of the task, acc + bias, y)
 
 W stays in VMEM while a group's tasks last, and pieces of the next groups arrive in the slots that
 are free, so W is read once for each column tile and the copy engine is never idle. x and y move
@@ -85,6 +85,7 @@ def product_kernel(
     gate: Gate | None,
     schedule: ProductSchedule,
     device: Device,
+    bias=None,
 ):
     """Runs the kernel.
 
@@ -94,6 +95,8 @@ def product_kernel(
       u: one [M, R] for each term. factors: one [S, G or 1, R, width of the term] each. They and w
         may be `Layered`.
       firsts: the number of the first slot of each; 0 where there is one rank class.
+      bias: [G, halves, N] or None; it may be `Layered` too. Its blocks are of the compiler's share
+        of the VMEM: a few rows of as many columns as a column tile.
 
     Returns:
       [M, N] in x's dtype (N of one half when gated).
@@ -101,7 +104,7 @@ def product_kernel(
     s = schedule
     rows, k = x.shape
     halves, n = (w.shape[1], w.shape[2]) if contract == 2 else (1, w.shape[2])
-    layout = _Layout(s, contract, gate, terms, firsts, k, n, halves)
+    layout = _Layout(s, contract, gate, terms, firsts, k, n, halves, bias is not None)
     tiles_of_core = s.n_tiles // s.cores
 
     def by_row(core, j, t, counts, tile, *_):
@@ -114,8 +117,20 @@ def product_kernel(
         return tile[t], core * tiles_of_core + j
 
     in_specs = [pl.BlockSpec((s.block_m, k), by_row), pl.BlockSpec(memory_space=HBM)]
-    layer, (w_stack, *factor_stacks) = stacks_of(w, *factors)
-    inputs = [x, w_stack]
+    of_base = [w] if bias is None else [w, bias]
+    layer, stacks = stacks_of(*of_base, *factors)
+    base_stacks, factor_stacks = stacks[: len(of_base)], stacks[len(of_base) :]
+    inputs = [x, *base_stacks]
+    if bias is not None:
+
+        def of_group(core, j, t, *scalars):
+            *tasks, layer = scalars
+            # Rows past the last group, which are given none, are of the number after it.
+            group = jnp.minimum(Tasks(*tasks).group[t], w.shape[0] - 1)
+            part = layer[0] if base_stacks[1].shape[0] > 1 else 0
+            return part, group, 0, core * tiles_of_core + j
+
+        in_specs.append(pl.BlockSpec((None, None, halves, s.block_n), of_group))
     if terms:
         in_specs.append(pl.BlockSpec((None, *runs.shape[1:]), by_tile, memory_space=pltpu.SMEM))
         in_specs += [pl.BlockSpec((s.block_m, v.shape[1]), by_row) for v in u]
@@ -150,7 +165,7 @@ def product_kernel(
         ),
         cost_estimate=pl.CostEstimate(
             flops=flops,
-            bytes_accessed=nbytes(x, w, u, factors) + rows * n * x.dtype.itemsize,
+            bytes_accessed=nbytes(x, of_base, u, factors) + rows * n * x.dtype.itemsize,
             transcendentals=rows * n if gate is not None else 0,
         ),
         name=f"lora_{kind}_k{k}_n{n}_m{s.block_m}_t{s.n_tiles}",
@@ -169,6 +184,7 @@ class _Layout:
     k: int
     n: int
     halves: int
+    biased: bool
 
     @property
     def half_stride(self) -> int:
@@ -187,6 +203,7 @@ def _kernel(layout: _Layout, *refs):
     tasks, refs = Tasks(*refs[: len(Tasks._fields)]), refs[len(Tasks._fields) :]
     layer, x, w, *refs = refs
     w = part_of(w, layer)
+    bias, *refs = refs if layout.biased else (None, *refs)
     table, u, factors = None, (), ()
     if terms:
         table, u, factors = refs[0], refs[1 : 1 + terms], refs[1 + terms : 1 + 2 * terms]
@@ -207,7 +224,7 @@ def _kernel(layout: _Layout, *refs):
 
     @pl.when(past_the_end)
     def _():
-        _store(layout, y, None, lo, hi)
+        _store(layout, y, None, None, lo, hi)
 
     @pl.when(jnp.logical_not(past_the_end))
     def _():
@@ -233,7 +250,7 @@ def _kernel(layout: _Layout, *refs):
         multiply(layout, x, acc, weights, j, t, lo, hi)
         if terms:
             runs.each(ahead, add)
-        _store(layout, y, acc, lo, hi)
+        _store(layout, y, acc, bias, lo, hi)
 
 
 class _Weights:
@@ -486,8 +503,8 @@ def _add_term(layout: _Layout, term: Term, acc, u, ring, column_tile, lo, hi, bu
     windows(lo, hi, s.block_m, s.run_heights, window)
 
 
-def _store(layout: _Layout, y, acc, lo, hi):
-    """The task's rows of y from the accumulators; zeros without."""
+def _store(layout: _Layout, y, acc, bias, lo, hi):
+    """The task's rows of y from the accumulators, plus a bias if there is one; zeros without."""
     s = layout.schedule
 
     def window(first, height):
@@ -495,14 +512,20 @@ def _store(layout: _Layout, y, acc, lo, hi):
 
         def column(c, width):
             columns = pl.ds(c, width)
+            biases = None if bias is None else bias[:, columns].astype(jnp.float32)
+
+            def sums(half):
+                total = acc[half, rows, columns]
+                return total if biases is None else total + biases[half : half + 1]
+
             if acc is None:
                 value = jnp.zeros((height, width), jnp.float32)
             elif layout.gate is not None:
                 # Of what the product without a gate would give: training gates that.
-                halves = (acc[half, rows, columns].astype(y.dtype) for half in range(2))
+                halves = (sums(half).astype(y.dtype) for half in range(2))
                 value = gated(*(half.astype(jnp.float32) for half in halves), layout.gate)
             else:
-                value = acc[0, rows, columns]
+                value = sums(0)
             keep = rows_within(first, (height, width), lo, hi)
             y[rows, columns] = jnp.where(keep, value.astype(y.dtype), y[rows, columns])
 

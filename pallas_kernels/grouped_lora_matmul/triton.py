@@ -68,7 +68,18 @@ def tile_of(rows: int, groups: int, width: int) -> Tile:
 
 
 def product(
-    x, w, tables: xla.Tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None
+    x,
+    w,
+    tables: xla.Tables,
+    u,
+    factors,
+    starts,
+    firsts,
+    *,
+    contract,
+    gate=None,
+    out_dtype=None,
+    bias=None,
 ):
     """See `differentiable.py`."""
     rows, width, groups = x.shape[0], w.shape[3 - contract], w.shape[0]
@@ -93,6 +104,9 @@ def product(
         name="grouped_product",
     )
     y = call(count[None], *words, tables.row_slots, x, w, *flat)[:rows]
+    if bias is not None:
+        # Here, or the compiler may start the sums of one tile with it, and end those of another.
+        y = xla.with_bias(y, bias, tables)
     inside = jnp.arange(rows) < jnp.sum(sizes)
     y = jnp.where(inside[:, None], y, 0).astype(out_dtype or x.dtype)
     return y if gate is None else gated_columns(y, gate)

@@ -75,17 +75,40 @@ def dispatch(x, groups: int, slots: int, group, token_slots, valid):
 
 
 def product(
-    x, w, tables: Tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None
+    x,
+    w,
+    tables: Tables,
+    u,
+    factors,
+    starts,
+    firsts,
+    *,
+    contract,
+    gate=None,
+    out_dtype=None,
+    bias=None,
 ):
     """See `differentiable.py`."""
     y = grouped_product(x, w, tables.group_sizes, contract)
     if factors:
         y = _add_terms(y, x.shape[0], tables, u, factors, starts, firsts)
-    y = y[: x.shape[0]].astype(out_dtype or x.dtype)
+    y = y[: x.shape[0]]
+    if bias is not None:
+        y = with_bias(y, bias, tables)
+    y = y.astype(out_dtype or x.dtype)
     if gate is None:
         return y
     # Of the rounded product, as training has it, which keeps the product for its gradient.
     return gated_columns(y, gate)
+
+
+def with_bias(y, bias, tables: Tables):
+    """The sums of each row plus its group's bias, in the type of the sums."""
+    sums = y + jnp.asarray(bias)[tables.group_of_row].astype(y.dtype)
+    if tables.group_sizes is None:
+        return sums
+    inside = jnp.arange(y.shape[0]) < jnp.sum(tables.group_sizes)
+    return jnp.where(inside[:, None], sums, y)
 
 
 def _add_terms(y, rows, tables, u, factors, starts, firsts):

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.grouped_lora_matmul.api import (
+    check_bias,
     check_call,
     check_slots,
     choose_backend,
@@ -61,9 +62,8 @@ def moe_mlp(
       lora_down: adapters `[S, E or 1, R, I]` and `[S, E or 1, R, H]`; where B is shared, it
         multiplies the weighted sum of a token's rows, once for each token. All three may have
         rank classes, of the same slots.
-      gate_up_bias: `[E, 2 I]`, added to the rounded product of gate and up, and rounded again,
-        before the activation, which is then a step of its own. It has no gradient, and may be
-        `Layered`.
+      gate_up_bias: `[E, 2 I]` in x's dtype, see `grouped_lora_matmul`. It has no gradient, and may
+        be `Layered`.
       gate: the activation; default silu.
       first_group: the first local expert. Choices of other devices' experts add nothing.
       valid: False for padding tokens, which no expert works on.
@@ -92,9 +92,10 @@ def moe_mlp(
     for rows, w, lora, widths in calls:
         check_call(rows, w, sizes, slots, lora, widths)
     check_slots((*into, lora_down), "lora_gate, lora_up and lora_down")
-    _check_bias(gate_up_bias, gate_up)
+    check_bias("gate_up_bias", gate_up_bias, x, gate_up)
     backend = _common_backend(implementation, calls)
-    gate_up, down, into, lora_down = in_backend_form(backend, (gate_up, down, into, lora_down))
+    weights_of_layer = gate_up, gate_up_bias, down, into, lora_down
+    gate_up, gate_up_bias, down, into, lora_down = in_backend_form(backend, weights_of_layer)
     slots = max(sum(slot_counts(entry)) for entry in (*into, lora_down))
     if not slots:
         token_slots = jnp.full_like(token_slots, -1)
@@ -105,16 +106,6 @@ def moe_mlp(
     lora = into, lora_down
     products = rows, gate_up, gate_up_bias, down, route, lora, shared_u, weights, slots
     return experts_of(backend, parts, gate or Gate(), *products)
-
-
-def _check_bias(bias, gate_up):
-    if bias is None:
-        return
-    if bias.shape != gate_up.shape[:2] or not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise ValueError(
-            f"gate_up_bias must be {gate_up.shape[:2]}, of floating-point numbers, for gate_up "
-            f"{gate_up.shape}; got {bias.dtype}{list(bias.shape)}"
-        )
 
 
 def _common_backend(implementation, calls) -> ModuleType:

@@ -1,7 +1,4 @@
-"""Gate, up and down of a layer's rows: two products, or one kernel where the backend has one.
-
-With biases of gate and up the activation is a step of its own between two products.
-"""
+"""Gate, up and down of a layer's rows: two products, or one kernel where the backend has one."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import jax
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import terms_of_part, terms_of_parts
-from pallas_kernels.moe_mlp.biased_gate import biased_gate
 from pallas_kernels.moe_mlp.down import weighted_down
 from pallas_kernels.routing_plan.api import combine
 
@@ -31,35 +27,32 @@ def experts(backend: ModuleType, parts, gate: Gate, x, gate_up, bias, down, rout
     Returns:
       [T, H] in float32 (or float64).
     """
-    if bias is None and x.shape[0] <= backend.EXPERTS_AT_ONCE:
-        return _at_once(backend, parts, gate, x, gate_up, down, route, lora, *rest)
+    if x.shape[0] <= backend.EXPERTS_AT_ONCE:
+        return _at_once(backend, parts, gate, x, gate_up, bias, down, route, lora, *rest)
     return _apart(backend, parts, gate, x, gate_up, bias, down, route, lora, *rest)
 
 
 def _apart(backend, parts, gate, x, gate_up, bias, down, route, lora, shared_u, weights, slots):
     into, out = lora
-    product, fused = differentiable.grouped_lora_matmul, gate if bias is None else None
-    hidden = product(backend, parts, fused, None, x, gate_up, route.tables, into, shared_u)
-    if bias is not None:
-        hidden = biased_gate(gate, hidden, bias, route.tables.group_of_row)
+    arrays = x, gate_up, bias, route.tables, into, shared_u
+    hidden = differentiable.grouped_lora_matmul(backend, parts, gate, None, *arrays)
     return weighted_down(backend, hidden, down, route, out, weights, slots)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _at_once(backend, parts, gate, x, gate_up, down, route, lora, shared_u, weights, slots):
+def _at_once(backend, parts, gate, x, gate_up, bias, down, route, lora, shared_u, weights, slots):
     """In one kernel if the backend takes them; the gradient is that of products apart."""
     into, out = terms_of_parts(parts, lora[0]), terms_of_part(0, lora[1])
     if shared_u is None:
-        rows = backend.experts(x, gate_up, down, route.tables, into, out, gate)
+        rows = backend.experts(x, gate_up, bias, down, route.tables, into, out, gate)
         if rows is not None:
             return combine(rows, route.position, weights)
     lora_of_rows = lora, shared_u, weights, slots
-    return _apart(backend, parts, gate, x, gate_up, None, down, route, *lora_of_rows)
+    return _apart(backend, parts, gate, x, gate_up, bias, down, route, *lora_of_rows)
 
 
-def _forward(backend, parts, gate, x, gate_up, *rest):
-    apart = functools.partial(_apart, backend, parts, gate)
-    return jax.vjp(lambda x, gate_up, *rest: apart(x, gate_up, None, *rest), x, gate_up, *rest)
+def _forward(backend, parts, gate, *arguments):
+    return jax.vjp(functools.partial(_apart, backend, parts, gate), *arguments)
 
 
 def _backward(backend, parts, gate, pull, dy):

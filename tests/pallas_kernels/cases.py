@@ -101,6 +101,14 @@ def make_case(shape: Shape, group_sizes, row_slots, seed: int = 0, ranks=None) -
     )
 
 
+def make_bias(case: Case, seed: int = 1) -> np.ndarray:
+    """One for a case's product; NaN for groups without rows."""
+    groups, width, _ = case.w.shape
+    bias = np.random.default_rng(seed).standard_normal((groups, width))
+    bias[case.group_sizes == 0] = np.nan
+    return bias.astype(case.x.dtype)
+
+
 @st.composite
 def cases(draw, shape: Shape) -> Case:
     """Ragged, empty and full groups, rows past the last group, any slots and ranks."""
@@ -129,9 +137,9 @@ def jitted(widths: tuple[int, ...] | None, implementation: str, out_dtype=None):
 
 @functools.cache
 def jitted_with_gradients(widths: tuple[int, ...] | None, implementation: str, out_dtype=None):
-    """(case, dy) to (y, dx, dlora)."""
+    """(case, dy, bias or None) to (y, dx, dlora)."""
 
-    def run(case: Case, dy):
+    def run(case: Case, dy, bias=None):
         def forward(x, lora):
             return grouped_lora_matmul(
                 x,
@@ -140,6 +148,7 @@ def jitted_with_gradients(widths: tuple[int, ...] | None, implementation: str, o
                 case.row_slots,
                 lora,
                 parts=widths,
+                bias=bias,
                 implementation=implementation,
                 out_dtype=out_dtype,
             )

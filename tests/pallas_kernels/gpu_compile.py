@@ -61,7 +61,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     )
     from pallas_kernels.paged_attention.gpu_gradients_kv import key_gradients
     from pallas_kernels.paged_attention.gpu_gradients_q import query_gradients
-    from tests.pallas_kernels.product_cases import layer_products
+    from tests.pallas_kernels.product_cases import has_bias, layer_products
 
     def array(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -76,6 +76,17 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     def factor(width):
         return array(slots, groups, rank, width)
 
+    def with_bias(name, call):
+        """The call of a product, with a bias if it has one."""
+        function, arguments = call
+        if not has_bias(shape, name):
+            return function, arguments
+
+        def biased(bias, *arguments):
+            return function(*arguments, bias=bias)
+
+        return biased, (array(*arguments[1].shape[:2]), *arguments)
+
     def product(k, n, starts, widths, contract, gate, out_dtype=None):
         first, owned = packed_columns((rank,) * max(1, len(starts)), rank_tile(rank))
         low = array(rows, -(-(first[-1] + owned[-1]) // 64) * 64)
@@ -89,9 +100,10 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         return function, (array(rows, k), w, tables, u, tuple(map(factor, widths)))
 
     for name, *sizes in layer_products(shape):
-        yield name, *product(*sizes)
+        yield name, *with_bias(name, product(*sizes))
     sizes = hidden, 2 * wide, (0, wide), (wide, wide), 2, None
-    yield "gate_up float32", *product(*sizes, jnp.dtype(jnp.float32))
+    call = product(*sizes, jnp.dtype(jnp.float32))
+    yield "gate_up float32", *with_bias("gate_up float32", call)
 
     ranks = tuple(most for _, most in CLASSES)
 
@@ -112,7 +124,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
 
     for name, *sizes in layer_products(shape):
         if name in ("gate_up gated", "gate_up", "gate_up backward"):
-            yield f"{name} of classes", *product_of_classes(*sizes)
+            yield f"{name} of classes", *with_bias(name, product_of_classes(*sizes))
 
     # One token's rows are a tile each, and their products make u themselves.
     few_rows = jax.eval_shape(
@@ -125,10 +137,11 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     def product_of_few(its, count, of, k, widths, **static):
         starts = tuple(sum(widths[:part]) for part in range(len(widths)))
 
-        def function(x, w, tables, a, b, scalings):
+        def function(x, w, tables, a, b, scalings, bias=None):
             firsts = (0,) * len(widths)
             u = mosaic_gpu.shrink_for_product(x, tables, a, firsts, scalings, firsts)
-            return mosaic_gpu.product(x, w, tables, u, b, starts, firsts, contract=2, **static)
+            of_terms = u, b, starts, firsts
+            return mosaic_gpu.product(x, w, tables, *of_terms, contract=2, bias=bias, **static)
 
         a = tuple(array(slots, of, rank, k) for _ in widths)
         b = tuple(array(slots, of, rank, width) for width in widths)
@@ -141,28 +154,31 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
 
     def layered_dense(*sizes):
         """Whose W is loaded before x is there."""
-        function, (x, w, its, *factors) = dense(*sizes)
-        w, *factors = jax.tree.map(
+        function, (x, w, its, *others) = dense(*sizes)
+        if shape.biased:
+            others.append(array(*w.shape[:2]))
+        w, *others = jax.tree.map(
             lambda its: Layered(array(4, *its.shape, dtype=its.dtype), number(), number()),
-            (w, *factors),
+            (w, *others),
         )
-        return function, (x, w, its, *factors)
+        return function, (x, w, its, *others)
 
     of_token = few_rows, shape.top_k, groups
     both = product_of_few(*of_token, hidden, (wide, wide), gate=shape.gate)
-    yield "gate_up gated of one token", *both
+    yield "gate_up gated of one token", *with_bias("gate_up", both)
     yield "down of one token", *product_of_few(*of_token, wide, (hidden,))
 
-    def experts(x, gate_up, down, its, *pairs):
+    def experts(x, gate_up, bias, down, its, *pairs):
         gate, up, down_pair = (Lora(*pair) for pair in pairs)
         into, out = terms_of_parts((wide, wide), (gate, up)), terms_of_part(0, down_pair)
-        return mosaic_gpu.experts(x, gate_up, down, its, into, out, shape.gate)
+        return mosaic_gpu.experts(x, gate_up, bias, down, its, into, out, shape.gate)
 
     def pair(k, width):
         scalings = array(slots, groups, dtype=jnp.float32)
         return array(slots, groups, rank, k), array(slots, groups, rank, width), scalings
 
-    weights = array(groups, 2 * wide, hidden), array(groups, hidden, wide)
+    bias = array(groups, 2 * wide) if shape.biased else None
+    weights = array(groups, 2 * wide, hidden), bias, array(groups, hidden, wide)
     pairs = pair(hidden, wide), pair(hidden, wide), pair(wide, hidden)
     arguments = array(shape.top_k, hidden), *weights, few_rows, *pairs
     yield "experts of one token", experts, arguments

@@ -113,14 +113,14 @@ class ProductCase(ProductSizes):
         out_dtype = jnp.dtype(self.out_dtype)
         width = self.n // parts
         sizes = self.rows, self.groups, width, parts, out_dtype.itemsize, self.contract
-        schedule = product_schedule(*sizes)
+        schedule = product_schedule(*sizes, biased=self.biased)
         cut = dict(programs=PROGRAMS, stages=min(schedule.stages, 3)) | dict(self.cut)
         schedule = dataclasses.replace(schedule, **cut)
         ranks = tuple(term.rank for term in self.terms) or (8,)
         first, _ = packed_columns(ranks, rank_tile(max(ranks)))
 
         @jax.jit
-        def product(tables, x, w, u, factors):
+        def product(tables, x, w, u, factors, bias=None):
             columns = tuple(
                 Columns(u, start, term.rank)
                 for start, term in zip(first, self.terms, strict=bool(self.terms))
@@ -134,6 +134,7 @@ class ProductCase(ProductSizes):
                 schedule=schedule,
                 **(self.static | self.of_terms),
                 out_dtype=out_dtype,
+                bias=bias,
                 interpreted=True,
             )
 
@@ -174,12 +175,13 @@ class ProductCase(ProductSizes):
     def run(self, x, w, group_sizes, row_slots, u, factors):
         tables = tables_of(self.groups)(group_sizes, row_slots)
         u = self.packed(u) if self.terms else ()
+        bias = self.bias("bfloat16")
         if self.layered:
-            w, factors = in_layers((w, factors))
-        return interpret(self.compiled, tables, x, w, u, factors)
+            w, factors, bias = in_layers((w, factors, bias))
+        return interpret(self.compiled, tables, x, w, u, factors, bias)
 
     def expect(self, *arguments):
-        return definition.product(*arguments, **self.static)
+        return definition.product(*arguments, **self.static, bias=self.bias("bfloat16"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,12 +199,13 @@ class InnerCase(ProductCase):
         ranks = tuple(term.rank for term in self.terms)
         used = rank_tile(max(ranks)) * (len(ranks) if self.gate is not None else 1)
         sizes = self.rows, self.groups, width, parts
-        schedule = product_schedule(*sizes, made_ranks=used, equal=self.equal)
+        of_case = dict(equal=self.equal, biased=self.biased)
+        schedule = product_schedule(*sizes, made_ranks=used, **of_case)
         cut = dict(programs=PROGRAMS, stages=min(schedule.stages, 3)) | dict(self.cut)
         schedule = dataclasses.replace(schedule, **cut)
 
         @jax.jit
-        def product(tables, x, w, unmade, factors):
+        def product(tables, x, w, unmade, factors, bias):
             inner = Inner(unmade, *self.columns, self.gate is not None)
             assert inner.fits(schedule.features)
             return product_kernel(
@@ -213,6 +216,7 @@ class InnerCase(ProductCase):
                 schedule=schedule,
                 **(self.static | self.of_terms),
                 out_dtype=jnp.dtype(self.out_dtype),
+                bias=bias,
                 interpreted=True,
             )
 
@@ -228,7 +232,9 @@ class InnerCase(ProductCase):
         x, w, a, b, scalings = call = self.arguments_of(group, row_slots, seed)
         unmade, factors = tuple(map(Unmade, a, scalings)), tuple(b)
         tables = self.tables(group, row_slots)
-        arguments = in_layers((w, unmade, factors)) if self.layered else (w, unmade, factors)
+        arguments = w, unmade, factors, self.bias("bfloat16")
+        if self.layered:
+            arguments = in_layers(arguments)
         found = interpret(self.compiled, tables, x, *arguments, detect_races=self.detect_races)
         return found, self.of_rows(*call, group, row_slots)
 
@@ -273,6 +279,8 @@ class InnerCase(ProductCase):
                 u = u.astype(jnp.bfloat16).astype(np.float64)
                 columns = slice(term.start, term.start + term.width)
                 y[row, columns] += u @ its_b[place].astype(np.float64)
+            if self.biased:
+                y[row] += self.bias("bfloat16")[group[row]].astype(np.float64)
         if self.gate is None:
             return y
         left, right = (
@@ -286,16 +294,19 @@ def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, wid
     tables = into.tables(group, row_slots)
 
     def product(case, w, a, b, scalings):
+        bias = case.bias("bfloat16")
         if case.layered:
-            w, a, b, scalings = in_layers((w, a, b, scalings))
+            w, a, b, scalings, bias = in_layers((w, a, b, scalings, bias))
         terms = Terms((), tuple(b), tuple(map(Unmade, a, scalings))) if case.terms else None
         parts = 1 if case.gate is None else 2
         ranks = [rank_tile(max(term.rank for term in case.terms))] if case.terms else [0]
-        return w, terms, case.of_terms["starts"], sum(ranks * (parts if case.terms else 1))
+        ranks = sum(ranks * (parts if case.terms else 1))
+        return (w, terms, bias), case.of_terms["starts"], ranks
 
     products = product(into, *call[1:]), product(out, *of_out[1:])
     n, hidden = into.n // 2, out.n
-    *schedules, ring_rows = experts_schedules(into.rows, n, hidden, *(its[3] for its in products))
+    ranks = (its[-1] for its in products)
+    *schedules, ring_rows = experts_schedules(into.rows, n, hidden, *ranks, into.biased)
     cut = dict(programs=1, stages=3)
     schedules = [dataclasses.replace(its, **cut) for its in schedules]
     schedules[0] = dataclasses.replace(schedules[0], width=width)
@@ -304,12 +315,14 @@ def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, wid
     @jax.jit
     def run(tables, x, arrays):
         both = (
-            Product(*its, starts, schedule)
-            for its, (_, _, starts, _), schedule in zip(arrays, products, schedules, strict=True)
+            Product(w, terms, starts, schedule, bias)
+            for (w, terms, bias), (_, starts, _), schedule in zip(
+                arrays, products, schedules, strict=True
+            )
         )
         return experts_kernel(tables, x, *both, into.gate, ring_rows, interpreted=True)
 
-    return interpret(run, tables, call[0], [its[:2] for its in products])
+    return interpret(run, tables, call[0], [its[0] for its in products])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,11 +346,11 @@ class BesideCase(InnerCase):
         shrink = dataclasses.replace(shrink, block=self.block, stages=2, programs=PROGRAMS)
         parts = 1 if self.gate is None else 2
         sizes = self.rows, self.groups, self.n // parts, parts
-        schedule = product_schedule(*sizes, equal=True, beside=BYTES_BESIDE)
+        schedule = product_schedule(*sizes, equal=True, beside=BYTES_BESIDE, biased=self.biased)
         schedule = dataclasses.replace(schedule, **dict(self.cut))
 
         @jax.jit
-        def product(tables, x, w, unmade, factors):
+        def product(tables, x, w, unmade, factors, bias):
             a, scalings = zip(*unmade, strict=True)
             beside = ShrinkLayout(x, a, scalings, (0,), starts, shrink, True)
             return product_kernel(
@@ -348,6 +361,7 @@ class BesideCase(InnerCase):
                 schedule=schedule,
                 **(self.static | self.of_terms),
                 out_dtype=jnp.dtype(self.out_dtype),
+                bias=bias,
                 interpreted=True,
             )
 

@@ -116,6 +116,14 @@ def test_prefill():
     )
 
 
+def test_biases():
+    """Of gate and up of one token and of a few, and of dense layers whose W is loaded early."""
+    calls = (
+        "gate_up gated,gate_up gated of one token,experts of one token,layered dense of one token"
+    )
+    check(compile_all("gpt-oss-20b", DECODE_TOKENS, 16, calls))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize("tokens", [DECODE_TOKENS, PREFILL_TOKENS])

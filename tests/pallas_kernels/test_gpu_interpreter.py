@@ -51,6 +51,11 @@ PRODUCTS = {
         20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8, shared=True)), gate=Gate(), layered=True
     ),
     "in place": ProductCase(20, 64, 192, (Term(0, 128, 8), Term(128, 64, 24)), cut=(TALL,)),
+    # The last tile's second block of features is past the last.
+    "biased": ProductCase(20, 64, 192, (Term(0, 192, 8),), biased=True, layered=True),
+    "biased, in place, gated": ProductCase(
+        20, 64, 256, (Term(0, 128, 8), Term(128, 128, 8)), gate=Gate(), cut=(TALL,), biased=True
+    ),
 }
 SLOW_PRODUCTS = {
     "in place, gated": ProductCase(
@@ -64,6 +69,13 @@ SLOW_PRODUCTS = {
     ),
     "in place, several tiles": ProductCase(400, 64, 64, (Term(0, 64, 8),), groups=2, slots=6),
     "float32": ProductCase(20, 128, 192, (Term(0, 192, 24),), out_dtype="float32"),
+    "biased float32, two blocks": ProductCase(
+        40, 64, 320, (Term(0, 320, 8),), out_dtype="float32", cut=(("blocks", 2),), biased=True
+    ),
+    "biased, gated, without adapters": ProductCase(
+        20, 64, 2 * 72, gate=GPT_OSS, biased=True, layered=True
+    ),
+    "biased, backward": ProductCase(20, 64, 128, (Term(0, 128, 8),), contract=1, biased=True),
     "no adapters": ProductCase(20, 136, 72),
     "float32 without adapters": ProductCase(40, 136, 72, groups=1, out_dtype="float32"),
     "float32 of two parts": ProductCase(
@@ -144,6 +156,16 @@ INNER = {
     "gated": InnerCase(
         5, 128, 256, (Term(0, 128, 8), Term(128, 128, 24)), gate=Gate(), layered=True
     ),
+    "biased, gated tiles of 48": InnerCase(
+        3,
+        64,
+        256,
+        (Term(0, 128, 8), Term(128, 128, 24)),
+        gate=GPT_OSS,
+        cut=(("width", 48),),
+        biased=True,
+        layered=True,
+    ),
 }
 SLOW_INNER = {
     "gated tiles of 48": InnerCase(
@@ -163,6 +185,7 @@ BESIDE = {
     "a layer of several": BesideCase(5, 64, 128, (Term(0, 128, 24),), layered=True, block=1),
     "gated": BesideCase(3, 128, 256, (Term(0, 128, 8), Term(128, 128, 24)), gate=Gate()),
     "heads": BesideCase(12, 64, 128, (Term(0, 128, 8),), groups=3, block=3),
+    "biased heads": BesideCase(12, 64, 128, (Term(0, 128, 8),), groups=3, block=3, biased=True),
 }
 
 
@@ -194,18 +217,19 @@ def test_many_products_that_make_u(name, data, seed):
 
 
 EXPERTS = {
-    "adapters": (True, 48),
-    "none": (False, 64),
+    "adapters": (True, 48, False),
+    "none": (False, 64, False),
+    "biased": (True, 48, True),
+    "biased, none": (False, 64, True),
 }
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_in_one_kernel(name):
     """One program has all tiles: the interpreter knows no waits for others."""
-    adapted, width = EXPERTS[name]
-    into = InnerCase(
-        5, 320, 256, (Term(0, 128, 8), Term(128, 128, 24)) * adapted, gate=Gate(), layered=adapted
-    )
+    adapted, width, biased = EXPERTS[name]
+    sizes = 5, 320, 256, (Term(0, 128, 8), Term(128, 128, 24)) * adapted
+    into = InnerCase(*sizes, gate=Gate(), layered=adapted, biased=biased)
     out = InnerCase(5, 128, 192, (Term(0, 192, 16),) * adapted, layered=adapted)
     group, slots = np.array([2, 0, 4, 1, 2]), np.array([1, -1, -1, 0, 2])
     call, of_out = into.arguments_of(group, slots), out.arguments_of(group, slots, seed=1)
@@ -373,6 +397,24 @@ def test_a_slot_of_nan_stays_apart(name):
     assert found[~hit].tobytes() == clean[~hit].tobytes()
 
 
+@pytest.mark.parametrize("gate", [None, GPT_OSS])
+def test_with_a_bias_bits_do_not_depend_on_the_schedule(gate):
+    """Without adapters, whose sums the interpreter adds in another order."""
+    parts = 1 if gate is None else 2
+    case = ProductCase(40, 128, parts * 192, gate=gate, groups=3, biased=True)
+    arguments = case.arguments(np.array([22, 1, 14], np.int32), np.full(40, -1, np.int32))
+    found = [
+        dataclasses.replace(case, cut=cut).run(*arguments).tobytes()
+        for cut in (
+            (),
+            (("blocks", 2), ("consumers", 1)),
+            (("consumers", 3), ("depth", 4)),
+            (TALL,),
+        )
+    ]
+    assert found[1:] == found[:1] * 3
+
+
 def test_in_place_tiles_without_rows_wait_for_nothing():
     """The table is filled up to whole sets of tiles; row 0 has a slot."""
     case = SLOW_PRODUCTS["in place, several tiles"]
@@ -476,12 +518,13 @@ def test_rows_that_are_tiles(terms):
 )
 def test_equal_groups(rows, groups, terms):
     """Tiles follow from their number, without a table; rows past the groups are zeros."""
-    case = ProductCase(rows, 64, 128, terms, groups=groups)
+    case = ProductCase(rows, 64, 128, terms, groups=groups, biased=groups > 1)
     sizes, slots = np.full(groups, rows // groups), np.arange(rows, dtype=np.int32) // 40 - 1
     x, w, _, _, u, factors = arguments = case.arguments(sizes, slots)
     tables = jax.jit(functools.partial(gpu_rows.tables, None, groups=groups))(slots)
     low = case.packed(u) if terms else ()
-    found = gpu_interpreter.interpret(case.compiled, tables, x, w, low, factors)
+    bias = case.bias("bfloat16")
+    found = gpu_interpreter.interpret(case.compiled, tables, x, w, low, factors, bias)
     assert_close(found, case.expect(*arguments))
 
 

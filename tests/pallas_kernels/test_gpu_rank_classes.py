@@ -30,7 +30,9 @@ SIZES = np.array([9, 0, 4, 6], np.int32)  # a row past the last group
 MIXED = np.array([0, 0, 2, -1, 2, 2, 4, 1, 1, 3, 4, 3, 3, 2, 2, 2, 2, 2, 2, 1], np.int32)
 PRODUCTS = {
     "two parts": ProductCase(20, 64, 192, (Term(0, 128, 64), Term(128, 64, 64, shared=True))),
-    "gated": ProductCase(20, 64, 128, (Term(0, 64, 64), Term(64, 64, 64)), gate=Gate()),
+    "gated": ProductCase(
+        20, 64, 128, (Term(0, 64, 64), Term(64, 64, 64)), gate=Gate(), biased=True
+    ),
     "backward": ProductCase(20, 128, 64, (Term(0, 64, 64), Term(0, 64, 64)), contract=1),
 }
 SHRINKS = {

@@ -70,6 +70,7 @@ def product_layout(
     out_dtype=jnp.bfloat16,
     makes_u=False,
     ring_rows=0,
+    biased=False,
 ):
     """Sizes of the product kernel; `ranks` has one entry for each low-rank term."""
     gate = Gate() if parts == 2 else None
@@ -87,9 +88,10 @@ def product_layout(
     n, firsts = parts * width, (0,) * len(ranks)
     w = array(groups, n, k) if contract == 2 else array(groups, k, n)
     x = array(rows, k)
+    bias = array(groups, n) if biased else None
     lora, out_dtype = (terms, starts, firsts), jnp.dtype(out_dtype)
     return gpu_product_layout.ProductLayout(
-        x, w, *lora, schedule, contract, gate, IN_TILES, False, out_dtype, ring_rows
+        x, w, *lora, schedule, contract, gate, IN_TILES, False, out_dtype, ring_rows, bias
     )
 
 
@@ -99,11 +101,14 @@ def product_memory(*sizes, **options) -> int:
 
 
 def check_product(
-    rows, groups, width, parts, out_bytes=2, contract=2, equal=False
+    rows, groups, width, parts, out_bytes=2, contract=2, equal=False, biased=False
 ) -> gs.ProductSchedule:
-    sizes = rows, groups, width, parts, out_bytes, contract
-    schedule = gs.product_schedule(*sizes, equal=equal)
-    assert schedule == gs.product_schedule(*sizes, equal=equal)
+    sizes, named = (rows, groups, width, parts, out_bytes, contract), dict(equal=equal)
+    schedule = gs.product_schedule(*sizes, **named, biased=biased)
+    assert schedule == gs.product_schedule(*sizes, **named, biased=biased)
+    # A bias costs stages at most: it is no reason for other tiles.
+    plain = gs.product_schedule(*sizes, **named)
+    assert plain == dataclasses.replace(schedule, stages=plain.stages, buffers=plain.buffers)
     check_heights(schedule.heights)
     # More variants of the whole K loop and the compiler spills registers.
     assert len(schedule.heights) <= 3
@@ -154,17 +159,19 @@ def test_named_shapes(name, tokens):
             (hidden, wide, 1, (rank,), 1),
             (hidden, wide, 2, (), 2),
         ):
-            schedule = check_product(rows, groups, width, parts)
-            assert schedule.stages >= (4 if schedule.depth == 1 else 3)
-            memory = product_memory(schedule, rows, groups, k, width, parts, ranks, contract)
-            assert memory <= LIMIT, (schedule, ranks)
+            for biased in (False, True):
+                schedule = check_product(rows, groups, width, parts, biased=biased)
+                assert schedule.stages >= (4 if schedule.depth == 1 else 3)
+                sizes = schedule, rows, groups, k, width, parts, ranks, contract
+                assert product_memory(*sizes, biased=biased) <= LIMIT, (schedule, ranks)
         for ranks in (rank,), (rank, rank):
             check_shrink(rows, ranks, hidden)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rank", [8, 16, 24, 32, 64])
 @pytest.mark.parametrize("name", EXPERT_SHAPES)
-def test_products_that_make_u(name, rank):
+def test_products_that_make_u(name, rank, biased):
     shape = EXPERT_SHAPES[name]
     hidden, wide = shape.hidden, shape.intermediate
     for rows, groups, k, width, ranks in (
@@ -176,8 +183,10 @@ def test_products_that_make_u(name, rank):
         parts, used = len(ranks), gs.rank_tile(rank) * len(ranks)
         if used > 64:
             continue
-        schedule = gs.product_schedule(rows, groups, width, parts, made_ranks=used)
-        layout = product_layout(schedule, rows, groups, k, width, parts, ranks, makes_u=True)
+        named = dict(biased=biased)
+        schedule = gs.product_schedule(rows, groups, width, parts, made_ranks=used, **named)
+        sizes = schedule, rows, groups, k, width, parts, ranks
+        layout = product_layout(*sizes, makes_u=True, **named)
         assert layout.inner.fits(schedule.features) and schedule.stages >= 3
         assert shared_memory(layout.scratch()) <= LIMIT
         # All ranks are among the last 64 rows; where stages of W begin, stages of B do.
@@ -186,13 +195,14 @@ def test_products_that_make_u(name, rank):
         assert layout.b_per_stage >= layout.terms_of_stage * layout.feature_blocks
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rank", [0, 8, 16, 32])
 @pytest.mark.parametrize("name", EXPERT_SHAPES)
-def test_experts_in_one_kernel_share_a_ring(name, rank):
+def test_experts_in_one_kernel_share_a_ring(name, rank, biased):
     shape = EXPERT_SHAPES[name]
     hidden, wide, rows = shape.hidden, shape.intermediate, shape.top_k
     made = gs.rank_tile(rank) if rank else 0
-    *schedules, ring_rows = gs.experts_schedules(rows, wide, hidden, 2 * made, made)
+    *schedules, ring_rows = gs.experts_schedules(rows, wide, hidden, 2 * made, made, biased)
     sizes = (hidden, wide, 2), (wide, hidden, 1)
     layouts = [
         product_layout(
@@ -205,6 +215,7 @@ def test_experts_in_one_kernel_share_a_ring(name, rank):
             (rank,) * parts if rank else (),
             makes_u=rank > 0,
             ring_rows=ring_rows,
+            biased=biased and parts == 2,
         )
         for schedule, (k, width, parts) in zip(schedules, sizes, strict=True)
     ]

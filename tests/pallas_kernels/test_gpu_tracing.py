@@ -33,7 +33,12 @@ def layer(name: str, tokens: int, rank: int = RANK):
         a, b = array(8, groups, rank, n_in), array(8, groups, rank, n_out)
         return Lora(a, b, array(8, 1, dtype=jnp.float32))
 
-    function = functools.partial(moe_mlp, gate=shape.gate, implementation="mosaic_gpu")
+    def function(*arrays):
+        *arrays, bias = arrays if shape.biased else (*arrays, None)
+        static = dict(gate=shape.gate, implementation="mosaic_gpu")
+        return moe_mlp(*arrays, gate_up_bias=bias, **static)
+
+    bias = (array(groups, 2 * wide),) if shape.biased else ()
     return function, (
         array(tokens, hidden),
         array(tokens, shape.top_k, dtype=jnp.int32),
@@ -44,6 +49,7 @@ def layer(name: str, tokens: int, rank: int = RANK):
         pair(hidden, wide),
         pair(hidden, wide),
         pair(wide, hidden),
+        *bias,
     )
 
 
@@ -51,7 +57,7 @@ def layer(name: str, tokens: int, rank: int = RANK):
     "name, tokens",
     [
         *(("qwen3-30b-a3b", tokens) for tokens in TOKENS),
-        *(("deepseek-v3-ep8", tokens) for tokens in SOME_TOKENS),
+        *((name, tokens) for name in ("deepseek-v3-ep8", "gpt-oss-20b") for tokens in SOME_TOKENS),
         *(
             pytest.param("deepseek-v3-ep8", tokens, marks=pytest.mark.slow)
             for tokens in TOKENS
@@ -73,9 +79,12 @@ def test_products_of_one_token_make_u(tokens, rank, shrinks):
     assert len(set(kernels)) == shrinks, kernels
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 300])
-def test_gradients(tokens):
-    function, (x, *rest) = layer("qwen3-30b-a3b", tokens)
+@pytest.mark.parametrize(
+    "name, tokens",
+    [*(("qwen3-30b-a3b", tokens) for tokens in (1, 3, 300)), ("gpt-oss-20b", 1)],
+)
+def test_gradients(name, tokens):
+    function, (x, *rest) = layer(name, tokens)
 
     def total(x, pair, *rest):
         return jnp.sum(function(x, *rest[:5], pair, *rest[5:]))

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import grouped_lora_matmul
-from tests.pallas_kernels.cases import Part, Shape, cases, jitted_with_gradients, make_case
+from tests.pallas_kernels.cases import (
+    Part,
+    Shape,
+    cases,
+    jitted_with_gradients,
+    make_bias,
+    make_case,
+)
 
 SHAPE = Shape(
     rows=45,
@@ -128,10 +135,23 @@ def test_the_base_is_frozen(implementation):
 
     call = functools.partial(grouped_lora_matmul, implementation=implementation)
 
-    def loss(w):
-        return call(case.x, w, *case[2:]).astype(jnp.float32).sum()
+    def loss(w, bias):
+        return call(case.x, w, *case[2:], bias=bias).astype(jnp.float32).sum()
 
-    assert not np.asarray(jax.jit(jax.grad(loss))(case.w), np.float32).any()
+    for gradient in jax.jit(jax.grad(loss, argnums=(0, 1)))(case.w, make_bias(case)):
+        assert not np.asarray(gradient, np.float32).any()
+
+
+def test_a_bias_changes_no_gradient(implementation):
+    """Without a gate; with one see `test_moe_mlp`."""
+    shape = BF16.served_by(implementation)
+    case = make_case(shape, [25, 10], np.arange(40) % 5 - 1)
+    dy = random_dy(shape).astype(case.x.dtype)
+    run = jitted_with_gradients(shape.widths, implementation)
+    (y, *found), (base, *expected) = run(case, dy, make_bias(case)), run(case, dy)
+    assert not np.array_equal(y, base)
+    for value, reference in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.array_equal(value, reference)
 
 
 @pytest.mark.slow

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from pallas_kernels import Gate, Lora, grouped_lora_matmul, lora_matmul
 from pallas_kernels.grouped_lora_matmul import api, reference, triton, xla
-from tests.pallas_kernels.cases import Part, Shape, cases, jitted, make_case, rounding_of_u
+from tests.pallas_kernels.cases import (
+    Part,
+    Shape,
+    cases,
+    in_layers,
+    jitted,
+    make_bias,
+    make_case,
+    rounding_of_u,
+)
 
 # Widths are no multiples of 16 unless they say so; 533 is past K_BLOCK, 17 past RANK_BLOCK.
 SHAPES = {
@@ -31,13 +40,14 @@ SHAPES = {
 }
 
 
-def check(shape, case, implementation, out_dtype=None):
+def check(shape, case, implementation, out_dtype=None, bias=None):
     x, total = np.array(case.x), int(case.group_sizes.sum())
     x[total:] = np.nan  # rows past the last group may hold anything
-    y = np.asarray(jitted(shape.widths, implementation, out_dtype)(*case._replace(x=x)))
+    product = jitted(shape.widths, implementation, out_dtype)
+    y = np.asarray(product(*case._replace(x=x), bias=bias))
     assert y.shape == (shape.rows, sum(shape.widths)) and y.dtype == (out_dtype or case.x.dtype)
     assert np.array_equal(y[total:], np.zeros_like(y[total:]))
-    expected = reference.grouped_lora_matmul(*case, parts=shape.widths)
+    expected = reference.grouped_lora_matmul(*case, parts=shape.widths, bias=bias)
     tolerance = shape.tolerance
     if out_dtype is not None:
         tolerance = 1e-5
@@ -114,6 +124,63 @@ def test_sums_of_bfloat16_may_stay_float32(group_sizes, implementation):
     assert np.array_equal(y, wide.astype(y.dtype))
 
 
+BIASED = ["fused, one part without adapters", "bfloat16"]
+
+
+@pytest.mark.parametrize("name", BIASED)
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_a_bias_of_each_group(name, implementation, data):
+    shape = SHAPES[name].served_by(implementation)
+    case = data.draw(cases(shape))
+    check(shape, case, implementation, bias=make_bias(case))
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_with_a_bias_a_row_has_the_same_bits_alone(name, implementation):
+    shape = SHAPES[name].served_by(implementation)
+    case = make_case(shape, [20, 30, 0, 10, 5][: shape.groups], np.arange(75) % 5 - 1)
+    together = np.asarray(jitted(shape.widths, implementation)(*case, bias=make_bias(case)))
+    for row, group in (0, 0), (19, 0), (37, 1), (50, 3):
+        one = slice(row, row + 1)
+        sizes = (np.arange(shape.groups) == group).astype(np.int32)
+        alone = case._replace(x=case.x[one], row_slots=case.row_slots[one], group_sizes=sizes)
+        y = jitted(shape.widths, implementation)(*alone, bias=make_bias(case))
+        assert np.array_equal(y[0], together[row])
+
+
+def test_a_bias_is_added_before_sums_are_rounded(implementation):
+    shape = SHAPES["bfloat16"].served_by(implementation)
+    case = make_case(shape, [20, 0, 40, 5], np.arange(75) % 5 - 1)
+    y, wide = (
+        np.asarray(jitted(shape.widths, implementation, out)(*case, bias=make_bias(case)))
+        for out in (None, jnp.float32)
+    )
+    check(shape, case, implementation, jnp.float32, make_bias(case))
+    assert np.array_equal(y, wide.astype(y.dtype))
+    gated = functools.partial(
+        grouped_lora_matmul, parts=shape.widths, gate=Gate(), implementation=implementation
+    )
+    found = np.asarray(jax.jit(gated)(*case, bias=make_bias(case)), np.float64)
+    gate, up = np.split(y.astype(np.float64), 2, axis=1)
+    np.testing.assert_allclose(found, gate / (1 + np.exp(-gate)) * up, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", ["alone", "of a layer"])
+def test_the_bias_of_heads(bias, implementation):
+    """Of equal groups, which have no sizes."""
+    shape = Shape(30, 3, 64, (Part(64),)).served_by(implementation)
+    case = make_case(shape, [10, 10, 10], np.arange(30) % 5 - 1)
+    values = make_bias(case)
+    found = jitted(None, implementation)(
+        *case._replace(group_sizes=None),
+        bias=values if bias == "alone" else in_layers(values),
+    )
+    expected = reference.grouped_lora_matmul(*case, bias=values)
+    limit = shape.tolerance * (1 + np.abs(expected)) + rounding_of_u(case, shape.widths)
+    assert (np.abs(np.asarray(found, np.float64) - expected) <= limit).all()
+
+
 def test_float64():
     shape = Shape(20, 2, 19, (Part(6),), rank=3)
     case = make_case(shape, [9, 7], np.arange(20) % 5 - 1)
@@ -187,6 +254,14 @@ BAD = {
     "a and b of two dtypes": (
         dict(lora=(Lora(zeros(2, 3, 4, 8), zeros(2, 3, 4, 10).astype("f2"), zeros(2, 3)),)),
         "one dtype, got float32 and float16",
+    ),
+    "a bias of one group too few": (
+        dict(bias=zeros(2, 10)),
+        r"bias must be float32\[3, 10\].*w \(3, 10, 8\), got float32\[2, 10\]",
+    ),
+    "a bias of another dtype": (
+        dict(bias=zeros(3, 10).astype("f2")),
+        r"of x's dtype.*got float16\[3, 10\]",
     ),
     "integer scaling": (
         dict(lora=(Lora(zeros(2, 3, 4, 8), zeros(2, 3, 4, 10), np.ones((2, 3), int)),)),

@@ -96,27 +96,31 @@ def lora(groups, k, n, seed):
 def test_products(implementation):
     x, w, entry = normal(9, 24), normal(2, 40, 24, seed=1), lora(2, 24, 40, 2)
     sizes, slots = jnp.array([4, 5]), jnp.array([0, 1, 2, -1, 0, 0, 1, 2, 2])
+    bias = normal(2, 40, seed=5)
 
     @jax.jit
-    def run(w, entry, x):
+    def run(w, entry, bias, x):
+        named = dict(bias=bias, implementation=implementation)
+
         def product(x):
-            return grouped_lora_matmul(x, w, sizes, slots, (entry,), implementation=implementation)
+            return grouped_lora_matmul(x, w, sizes, slots, (entry,), **named)
 
         y, pullback = jax.vjp(product, x)
         return y, pullback(y)
 
-    assert_same(run(*in_layers((w, entry)), x), run(w, entry, x))
+    assert_same(run(*in_layers((w, entry, bias)), x), run(w, entry, bias, x))
 
 
 def test_a_layer_of_experts():
     x, gate_up, down = normal(6, 16), normal(4, 16, 16, seed=1), normal(4, 16, 8, seed=2)
     adapters = lora(4, 16, 8, 3), lora(4, 16, 8, 6), lora(4, 8, 16, 9)
     experts, weights = jnp.arange(12).reshape(6, 2) % 4, normal(6, 2, seed=12)
-    slots = jnp.array([0, 1, 2, -1, 0, 1])
+    slots, bias = jnp.array([0, 1, 2, -1, 0, 1]), normal(4, 16, seed=13)
 
     @jax.jit
-    def run(gate_up, down, adapters, x):
-        return moe_mlp(x, experts, weights, slots, gate_up, down, *adapters)
+    def run(gate_up, bias, down, adapters, x):
+        arrays = x, experts, weights, slots, gate_up, down, *adapters
+        return moe_mlp(*arrays, gate_up_bias=bias)
 
-    parts = in_layers((gate_up, down, adapters))
-    assert_same(run(*parts, x), run(gate_up, down, adapters, x))
+    parts = in_layers((gate_up, bias, down, adapters))
+    assert_same(run(*parts, x), run(gate_up, bias, down, adapters, x))

@@ -29,6 +29,10 @@ PRODUCTS = {
         40, 48, 64, (Term(0, 32), Term(32, 32, shared=True)), gate=Gate(), dtype="bfloat16"
     ),
     "backward": ProductCase(40, 40, 36, (Term(0, 36), Term(0, 36, 7)), contract=1),
+    "biased": ProductCase(40, 40, 48, (Term(0, 48),), biased=True),
+    "biased, gated bf16": ProductCase(
+        40, 48, 64, (Term(0, 32), Term(32, 32)), gate=GPT_OSS, dtype="bfloat16", biased=True
+    ),
 }
 SLOW_PRODUCTS = {
     "odd sizes": ProductCase(37, 17, 19, (Term(0, 5), Term(7, 12, 5)), slots=2),
@@ -49,10 +53,11 @@ def check_product(case: ProductCase, batch, seed=0):
     assert_close(found, case.expect(*arguments), case.dtype)
 
 
+@pytest.mark.parametrize("name", ["gated bf16", "biased, gated bf16"])
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
-def test_product(data):
-    case = PRODUCTS["gated bf16"]
+def test_product(name, data):
+    case = PRODUCTS[name]
     check_product(case, data.draw(batches(case.rows, case.groups, case.slots)))
 
 
@@ -113,6 +118,7 @@ CUT_PRODUCTS = {
         (Term(0, 480), Term(480, 480)),
         gate=Gate(),
         schedule=cut(2, 128, 2, 3, cores=2),
+        biased=True,
     ),
     "backward pieces": ProductCase(
         90,
@@ -204,6 +210,7 @@ def test_outer(groups, start, width, batch):
 
 LAYERED = {
     "gated bf16": PRODUCTS["gated bf16"],
+    "biased": PRODUCTS["biased"],
     "padded factors, backward": ProductCase(
         40, 200, 300, (Term(7, 200),), contract=1, schedule=cut(1, 200, 1, 2, block_n=300)
     ),
@@ -217,7 +224,7 @@ LAYERED = {
 def test_product_of_one_layer(name):
     case = LAYERED[name]
     x, w, *rows, u, factors = case.arguments((17, 0, 20), np.arange(40) % 5 - 1)
-    found = case.run(x, in_layers(w), *rows, u, in_layers(factors))
+    found = case.run(x, in_layers(w), *rows, u, in_layers(factors), of_layer=in_layers)
     np.testing.assert_array_equal(found, case.run(x, w, *rows, u, factors))
 
 

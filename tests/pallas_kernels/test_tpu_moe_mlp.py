@@ -17,7 +17,7 @@ pytestmark = pytest.mark.interpreter
 TOKENS, CHOICES, EXPERTS, SLOTS, RANK, HIDDEN, WIDTH = 7, 2, 3, 2, 3, 24, 20
 
 
-def arguments(shared: tuple[str, ...] | None, seed=0):
+def arguments(shared: tuple[str, ...] | None, biased: bool, seed=0):
     """(x, weights, adapters) and what has no gradient. `shared` names the factors that experts
     share; None leaves the adapters out."""
     rng = np.random.default_rng(seed)
@@ -37,6 +37,7 @@ def arguments(shared: tuple[str, ...] | None, seed=0):
         experts=experts.astype(np.int32),  # the last one is another device's
         token_slots=rng.integers(-1, SLOTS, TOKENS).astype(np.int32),
         gate_up=normal(EXPERTS, 2 * WIDTH, HIDDEN),
+        gate_up_bias=4 * normal(EXPERTS, 2 * WIDTH) if biased else None,
         down=normal(EXPERTS, HIDDEN, WIDTH),
     )
     weights = rng.uniform(0.1, 1, (TOKENS, CHOICES)).astype(np.float32)
@@ -59,8 +60,13 @@ def gradients(learned, frozen, dy, implementation):
     return run(learned, dy)
 
 
-SHARED = {"per expert": (), "shared outer": ("gate.a", "up.a", "down.b"), "no adapters": None}
-QUICK = ((values, "shared outer"),)
+SHARED = {
+    "per expert": (),
+    "shared outer": ("gate.a", "up.a", "down.b"),
+    "no adapters": None,
+    "biased": ("gate.b",),
+}
+QUICK = ((values, "shared outer"), (values, "biased"))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,7 @@ QUICK = ((values, "shared outer"),)
     ],
 )
 def test_against_plain_jax(function, shared):
-    learned, frozen = arguments(SHARED[shared])
+    learned, frozen = arguments(SHARED[shared], shared == "biased")
     dy = np.random.default_rng(1).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
     expected = function(learned, frozen, dy, "xla")
     with interpreter():

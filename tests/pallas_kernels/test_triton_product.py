@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import Lora, grouped_lora_matmul, lora_matmul
 from pallas_kernels.grouped_lora_matmul import triton
-from tests.pallas_kernels.cases import jitted, make_case
+from tests.pallas_kernels.cases import jitted, make_bias, make_case
 from tests.pallas_kernels.test_grouped_lora_matmul import SHAPES, check
 
 SLOTS = np.array([-1, 0, 1], np.int32)
@@ -43,6 +43,13 @@ def test_sums_of_bfloat16_may_stay_float32():
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_the_definition(name):
     check(SHAPES[name], make_case(SHAPES[name], *sizes_and_slots(SHAPES[name])), "triton")
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("name", ["fused, one part without adapters", "bfloat16"])
+def test_a_bias_of_each_group(name):
+    case = make_case(SHAPES[name], *sizes_and_slots(SHAPES[name]))
+    check(SHAPES[name], case, "triton", bias=make_bias(case))
 
 
 def dense(rows, dtype=jnp.float32, seed=0):

@@ -46,11 +46,12 @@ class ProductCase(ProductSizes):
         sizes = np.asarray(group_sizes, np.int32)
         return x, w, sizes, row_slots, tuple(u), tuple(factors)
 
-    def run(self, *arguments, races=True):
-        return jitted("product", self.schedule, self.groups, **self.static)(*arguments, races=races)
+    def run(self, *arguments, races=True, of_layer=lambda bias: bias):
+        product = jitted("product", self.schedule, self.groups, **self.static)
+        return product(*arguments, races=races, bias=of_layer(self.bias(self.dtype)))
 
     def expect(self, *arguments):
-        return tpu_interpreter.product(*arguments, **self.static)
+        return tpu_interpreter.product(*arguments, **self.static, bias=self.bias(self.dtype))
 
 
 @st.composite

@@ -54,7 +54,7 @@ def calls(shape, tokens: int, dtype, classes):
     import jax.numpy as jnp
 
     from pallas_kernels.grouped_lora_matmul import mosaic_tpu
-    from tests.pallas_kernels.product_cases import layer_products
+    from tests.pallas_kernels.product_cases import has_bias, layer_products
 
     def array(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -71,21 +71,22 @@ def calls(shape, tokens: int, dtype, classes):
     def firsts_of(parts):
         return tuple(first for first in first_slots for _ in parts)
 
-    def product(k, n, starts, widths, contract, gate):
+    def product(biased, k, n, starts, widths, contract, gate):
         w = array(groups, n, k) if contract == 2 else array(groups, k, n)
         factors, firsts = factors_of(widths), firsts_of(widths)
         u = tuple(array(rows, factor.shape[2]) for factor in factors)
         every = dict(starts=starts * len(classes), firsts=firsts)
         static = every | dict(contract=contract, gate=gate)
 
-        def function(x, w, sizes, row_slots, u, factors):
+        def function(x, w, bias, sizes, row_slots, u, factors):
             tables = mosaic_tpu.tables(sizes, row_slots, groups)
-            return mosaic_tpu.product(x, w, tables, u, factors, **static)
+            return mosaic_tpu.product(x, w, tables, u, factors, **static, bias=bias)
 
-        return function, (array(rows, k), w, *table, u, factors)
+        bias = array(groups, n) if biased else None
+        return function, (array(rows, k), w, bias, *table, u, factors)
 
     for name, *sizes in layer_products(shape):
-        yield name, *product(*sizes)
+        yield name, *product(has_bias(shape, name), *sizes)
 
     def shrink(x, sizes, row_slots, factors, scalings, starts):
         tables = mosaic_tpu.tables(sizes, row_slots, groups)
@@ -142,13 +143,15 @@ def layers(shape, tokens: int, dtype, classes):
         array(tokens, dtype=jnp.int32),
         array(groups, 2 * wide, hidden),
         array(groups, hidden, wide),
+        array(groups, 2 * wide) if shape.biased else None,
     )
     per_expert = pair(hidden, wide), pair(hidden, wide), pair(wide, hidden)
     outer = pair(hidden, wide, 1), pair(hidden, wide, 1), pair(wide, hidden, groups, 1)
 
-    def layer(x, weights, lora, experts, token_slots, gate_up, down):
+    def layer(x, weights, lora, experts, token_slots, gate_up, down, bias):
         arrays = x, experts, weights, token_slots, gate_up, down, *lora
-        return moe_mlp(*arrays, gate=shape.gate, implementation="mosaic_tpu")
+        static = dict(gate=shape.gate, implementation="mosaic_tpu")
+        return moe_mlp(*arrays, gate_up_bias=bias, **static)
 
     def gradients(x, weights, lora, frozen, dy):
         return jax.vjp(lambda *learned: layer(*learned, *frozen), x, weights, lora)[1](dy)

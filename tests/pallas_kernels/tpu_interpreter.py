@@ -78,7 +78,20 @@ def _place(row_slot, factor, first):
     return row_slot - first if first <= row_slot < first + factor.shape[0] else -1
 
 
-def product(x, w, group_sizes, row_slots, u, factors, starts, firsts=None, *, contract, gate=None):
+def product(
+    x,
+    w,
+    group_sizes,
+    row_slots,
+    u,
+    factors,
+    starts,
+    firsts=None,
+    *,
+    contract,
+    gate=None,
+    bias=None,
+):
     """`product` of the backend interface in float64; firsts of None are zeros."""
     firsts = firsts or (0,) * len(factors)
     y = np.zeros((len(x), w.shape[3 - contract]))
@@ -92,6 +105,8 @@ def product(x, w, group_sizes, row_slots, u, factors, starts, firsts=None, *, co
             if slot >= 0:
                 delta = low[row].astype(np.float64) @ _of(factor, slot, group)
                 y[row, start : start + factor.shape[3]] += delta
+        if bias is not None:
+            y[row] += bias[group].astype(np.float64)
     if gate is None:
         return y
     left, right = np.split(y, 2, axis=1)
