@@ -33,6 +33,7 @@ class GradientSizes:
     Attributes:
       places: those of all tiles. width, v_width: of keys and of values.
       window: how many positions a token sees, its own included.
+      sinks: whether each head has a score that no position has.
     """
 
     places: int
@@ -41,6 +42,7 @@ class GradientSizes:
     width: int
     v_width: int
     window: int | None
+    sinks: bool
     scale: float
     interpreted: bool
 

@@ -7,6 +7,8 @@ Then two kernels: queries, with each row's log-sum-exp, and from that keys and v
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import backward
@@ -31,7 +33,7 @@ def attention_gradients(
     In q's dtype where the kernels serve; what they cannot, plain JAX does.
     """
     arguments = q, k, v, out, dout, view, scale, sliding_window, sinks
-    if sinks is not None or not _serves(q, k, v, scale):
+    if not _serves(q, k, v, scale):
         return backward.attention_gradients(*arguments)
     tiles = backward.cut(view, TILE)
     dout = dout.astype(q.dtype)
@@ -49,12 +51,14 @@ def attention_gradients(
         width=q.shape[2],
         v_width=v.shape[2],
         window=sliding_window,
+        sinks=sinks is not None,
         scale=scale,
         interpreted=interpreted,
     )
     blocks = -(-tiles.length // ROWS)
     table = tile_table(tiles.number, blocks, work=tiles.number)
-    dq, minus_lse = query_gradients(sizes, table, q, k, v, dout, minus_delta)
+    sinks = () if sinks is None else (sinks.astype(jnp.float32) * math.log2(math.e),)
+    dq, minus_lse = query_gradients(sizes, table, q, k, v, dout, minus_delta, *sinks)
     table = tile_table(tiles.number, blocks, work=blocks - CONSUMERS * tiles.number)
     parts = key_gradients(sizes, table, q, k, v, dout, minus_lse, minus_delta)
     dk, dv = (its.sum(axis=0).astype(q.dtype) for its in parts)

@@ -9,6 +9,8 @@ exp2(S - maximum so far), corrected where the maximum grows, and divided by the 
     dQ = dQ · correction + (P · dP) · K
 
 S and dP are made a block ahead, while the last ones' P is: the tensor cores need not wait for it.
+
+A sink is a score that counts in a row's total and has no key: the sums begin with it.
 """
 
 from __future__ import annotations
@@ -41,12 +43,13 @@ from pallas_kernels.paged_attention.gpu_gradient_units import (
 OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-def query_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus_delta):
+def query_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus_delta, *sinks):
     """dq [places, H, D] in q's dtype, and each row's -log-sum-exp of Q · K, float32 [H, places].
 
     Args:
       q, dout: [places, H, D], [places, H, V]. k, v: [places, G, D], [places, G, V].
       minus_delta: float32 [H, places].
+      sinks: float32 [H], scaled for powers of two, where the sizes say so.
     """
     s = sizes
     programs = s.programs(s.heads)
@@ -85,13 +88,15 @@ def query_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus
         ),
         kernel_name=s.name("q"),
     )
-    return kernel(*table, q, k, v, dout, minus_delta)
+    return kernel(*table, q, k, v, dout, minus_delta, *sinks)
 
 
 def _body(sizes, programs, stages, count, words, *refs, **scratch):
     warpgroup = lax.axis_index("warpgroup")
     units = Units(count, words, sizes.heads, programs)
-    kernel = _Kernel(sizes, stages, *refs, **scratch)
+    *operands, dq, minus_lse = refs
+    sinks = operands.pop() if sizes.sinks else None
+    kernel = _Kernel(sizes, stages, *operands, sinks, dq, minus_lse, **scratch)
 
     @pl.when(warpgroup == CONSUMERS)
     def _memory():
@@ -124,6 +129,7 @@ class _Kernel:
         v,
         dout,
         minus_delta,
+        sinks,
         dq,
         minus_lse,
         q_tile,
@@ -141,7 +147,7 @@ class _Kernel:
         self.sizes, self.stages = sizes, stages
         self.to_base_2 = sizes.scale * math.log2(math.e)
         self.q, self.k, self.v, self.dout, self.minus_delta = q, k, v, dout, minus_delta
-        self.dq, self.minus_lse = dq, minus_lse
+        self.sinks, self.dq, self.minus_lse = sinks, dq, minus_lse
         self.q_tile, self.dout_tile = q_tile, dout_tile
         self.minus_delta_tile, self.minus_lse_tile = minus_delta_tile, minus_lse_tile
         self.k_stages, self.v_stages, self.left = k_stages, v_stages, left
@@ -185,9 +191,10 @@ class _Kernel:
         minus_delta = lax.broadcast_in_dim(minus_delta, (ROWS, ROWS), [0])
         multiply = functools.partial(self.multiply, warpgroup, minus_delta)
         add = functools.partial(self.add, warpgroup, diagonal * ROWS)
+        sink, weight = (-jnp.inf, 0.0) if self.sinks is None else (self.sinks[unit.part], 1.0)
         sums = (
-            plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), OF_ROW),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROW),
+            plgpu.layout_cast(jnp.full((ROWS,), sink, jnp.float32), OF_ROW),
+            plgpu.layout_cast(jnp.full((ROWS,), weight, jnp.float32), OF_ROW),
             plgpu.layout_cast(jnp.zeros((ROWS, s.width), jnp.float32), plgpu.Layout.WGMMA),
         )
 

@@ -293,12 +293,20 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     queries, keys = array(places, 32, 128), array(places, 4, 128)
     table = TileTable(number(1), number(places // TILE * WORDS))
     of_row = array(32, places, dtype=jnp.float32)
-    sizes = GradientSizes(places, 32, 4, 128, 128, None, 0.1, False)
+    sizes = GradientSizes(places, 32, 4, 128, 128, None, False, 0.1, False)
     arrays = table, queries, keys, keys, queries, of_row
     function = functools.partial(query_gradients, sizes)
     yield "attention gradients of queries", function, arrays
     function = functools.partial(key_gradients, sizes)
     yield "attention gradients of keys", function, (*arrays, of_row)
+    # Of gpt-oss.
+    queries, keys = array(places, 64, 64), array(places, 8, 64)
+    of_row, sinks = (array(*its, dtype=jnp.float32) for its in ((64, places), (64,)))
+    function = functools.partial(
+        query_gradients, GradientSizes(places, 64, 8, 64, 64, 128, True, 0.1, False)
+    )
+    arrays = table, queries, keys, keys, queries, of_row, sinks
+    yield "attention gradients of queries with sinks", function, arrays
 
     # Norms are of whole 128 features; hidden ones that are not are normed by other kernels.
     features = hidden // 128 * 128

@@ -31,6 +31,7 @@ MAY_SPILL = {  # bytes
     "latent attention": 128,
     "latent attention of few": 272,
     "attention gradients of queries": 144,
+    "attention gradients of queries with sinks": 144,
     "attention gradients of keys": 64,
 }
 # Else one.
@@ -97,7 +98,8 @@ def test_decode():
             "rotation,rotation without norms,"
             "attention of groups of three,attention of few,attention of few with sinks,"
             "latent attention of few,"
-            "attention gradients of queries,attention gradients of keys,rms_norm,add_norm,"
+            "attention gradients of queries,attention gradients of queries with sinks,"
+            "attention gradients of keys,rms_norm,add_norm,"
             "choice,choice of bfloat16",
         )
     )
