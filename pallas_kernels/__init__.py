@@ -9,6 +9,7 @@ from pallas_kernels.grouped_lora_matmul.api import grouped_lora_matmul, lora_mat
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots
 from pallas_kernels.head_rotation.api import rotate, rotate_and_cache
+from pallas_kernels.latent_attention.api import KvB, latent_attention
 from pallas_kernels.layered import Layered
 from pallas_kernels.moe_mlp.api import moe_mlp
 from pallas_kernels.paged_attention.api import (
@@ -24,6 +25,7 @@ from pallas_kernels.top_experts.xla import Scoring
 
 __all__ = [
     "Gate",
+    "KvB",
     "Layered",
     "Lora",
     "PageView",
@@ -33,6 +35,7 @@ __all__ = [
     "add_norm",
     "combine",
     "grouped_lora_matmul",
+    "latent_attention",
     "log_sum_exp",
     "lora_matmul",
     "moe_mlp",

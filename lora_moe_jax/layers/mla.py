@@ -1,20 +1,14 @@
-"""Multi-head latent attention in its absorbed form, with exact LoRA on every projection.
+"""Multi-head latent attention, with exact LoRA on every projection.
 
-The cache holds the normed latent c and the rotated rope key, never the heads. With kv_b's rows of
-head h split into key rows W_UK and value rows W_UV, and its LoRA factors A and B likewise:
-
-    score_h = (q_nope W_UK + s (q_nope Bᵏ_hᵀ) A) · c + q_rope · k_rope
-    value_h = o_h W_UVᵀ + s (o_h Aᵀ) Bᵛ_h            with o_h the attention-weighted latent
-
-Both products are `grouped_lora_matmul` with the head as the group: the first with B as the inner
-factor (one for each head) and A as the outer (shared by all heads), the second the other way round.
+The cache holds the normed latent and the rotated rope key, never the heads. kv_b, which makes heads
+of latents, is a part of attention: `latent_attention` takes its weight and its LoRA factors by
+head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -30,13 +24,7 @@ from lora_moe_jax.layers.lanes import filled_up, whole_lanes
 from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
 from lora_moe_jax.layers.norm import RmsNorm
 from lora_moe_jax.layers.rope import apply_rope, mla_softmax_scale
-from pallas_kernels import (
-    Lora,
-    Slots,
-    grouped_lora_matmul,
-    paged_latent_attention,
-    write_pages,
-)
+from pallas_kernels import KvB, Lora, latent_attention, write_pages
 
 MLA_NORM_EPS = 1e-6  # of the latent norms, whatever the configuration says
 
@@ -107,15 +95,16 @@ class LatentAttention(nnx.Module):
             first=write_pages(cache.first, self.kv_a_layernorm(latent), cache.view),
             second=write_pages(cache.second, k_rope, cache.view),
         )
-        attended = paged_latent_attention(
-            self.kv_b_proj.absorb_query(q_nope, token_slots),
+        out = latent_attention(
+            q_nope,
             q_rope,
             cache.first,
             cache.second,
             cache.view,
+            self.kv_b_proj.by_head(),
+            token_slots,
             scale=mla_softmax_scale(rope, q.shape[-1]),
         )
-        out = self.kv_b_proj.values(attended, token_slots)
         return self.o_proj(out.reshape(x.shape[0], -1), token_slots), cache
 
 
@@ -144,19 +133,12 @@ class AbsorbedKvB(nnx.Module):
         projection = Projection(name, mla.kv_lora_rank, width)
         self.slots = adapter_slots(projection, build, KvBSlots, mla=mla)
 
-    def absorb_query(
-        self, q_nope: Float[Array, "tokens heads nope"], token_slots: Int[Array, " tokens"]
-    ) -> Float[Array, "tokens heads latent"]:
-        """q_nope in the latent's space."""
-        lora = lora_of(self.slots, KvBSlots.key_lora)
-        return _per_head(q_nope, self.k_up[...], token_slots, lora)
-
-    def values(
-        self, attended: Float[Array, "tokens heads latent"], token_slots: Int[Array, " tokens"]
-    ) -> Float[Array, "tokens heads v"]:
-        """The values of attention-weighted latents."""
-        lora = lora_of(self.slots, KvBSlots.value_lora)
-        return _per_head(attended, self.v_up[...], token_slots, lora)
+    def by_head(self) -> KvB:
+        """The weights and adapters in the form that attention takes."""
+        key, value = (
+            lora_of(self.slots, form) for form in (KvBSlots.key_lora, KvBSlots.value_lora)
+        )
+        return KvB(self.k_up[...], self.v_up[...], key, value)
 
 
 class KvBSlots(AdapterSlots):
@@ -187,14 +169,6 @@ class KvBSlots(AdapterSlots):
     def value_lora(self) -> Lora:
         """The adapters of latents times W_UVᵀ: A inside, B outside, one for each head."""
         return Lora(self.a[...], self.b_value[...], self.scaling[...])
-
-
-def _per_head(x: jax.Array, w: jax.Array, token_slots: jax.Array, lora: Slots | None) -> jax.Array:
-    """x `[tokens, heads, in]` times w `[heads, out, in]` of its head: `[tokens, heads, out]`."""
-    tokens, heads, width = x.shape
-    rows = jnp.swapaxes(x, 0, 1).reshape(heads * tokens, width)
-    y = grouped_lora_matmul(rows, w, None, jnp.tile(token_slots, heads), (lora,))
-    return jnp.swapaxes(y.reshape(heads, tokens, -1), 0, 1)
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def paged_attention(
 
     Differentiable with respect to q and the pages where the batch holds whole sequences, positions
     from 0 on: training. The gradient has the same exactness and isolation. With "mosaic_gpu" it is
-    kernels for bfloat16 heads of 64 or 128 without sinks; otherwise plain JAX, whatever the
-    implementation.
+    kernels for bfloat16 heads of 64 or 128 columns (192 of queries and keys); otherwise plain JAX,
+    whatever the implementation.
 
     Args:
       sinks: a logit of each head that is one more score of each of its tokens, and adds no value
@@ -103,7 +103,8 @@ def paged_latent_attention(
     """Absorbed multi-head latent attention: scores and values both come from the cached latent.
 
     score = (q_latent · latent + q_rope · rope) · scale; the result is the attention-weighted
-    latent of each head. Same contract as `paged_attention`.
+    latent of each head. Same contract as `paged_attention`; the gradient is plain JAX. That of
+    `latent_attention`, which knows what makes heads of latents, multiplies fewer columns.
     """
     backend = _choose_backend(
         implementation, "check_latent", q_latent, q_rope, latent_pages, rope_pages, view

@@ -14,9 +14,11 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.implementation import implementation_module, platform_implementation
 from pallas_kernels.kept import kept
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.backward import attention_gradients
+from pallas_kernels.paged_attention.xla import read_pages
 
 
 @jax.custom_vjp
@@ -32,7 +34,7 @@ def _write_forward(pages, values, view):
 def _write_backward(saved, dpages):
     # Differentiated outside of jit, NumPy arguments arrive as they are, here and below.
     dpages, (view, like) = jnp.asarray(dpages), saved
-    dvalues = xla.read_pages(dpages, view).astype(like.dtype)
+    dvalues = read_pages(dpages, view).astype(like.dtype)
     return xla.write_pages(dpages, jnp.zeros_like(dvalues), view), dvalues, None
 
 
@@ -54,10 +56,10 @@ def _forward(backend, scale, sliding_window, *arguments):
 
 def _backward(backend, scale, sliding_window, saved, dout):
     q, k_pages, v_pages, view, sinks, out, dout = jax.tree.map(jnp.asarray, (*saved, dout))
-    k, v = xla.read_pages(k_pages, view), xla.read_pages(v_pages, view)
+    k, v = read_pages(k_pages, view), read_pages(v_pages, view)
     gradients = getattr(backend, "attention_gradients", attention_gradients)
     dq, dk, dv = gradients(q, k, v, out, dout, view, scale, sliding_window, sinks)
-    dk, dv = _as_pages(dk, k_pages, view), _as_pages(dv, v_pages, view)
+    dk, dv = as_pages(dk, k_pages, view), as_pages(dv, v_pages, view)
     return dq.astype(q.dtype), dk, dv, None, None
 
 
@@ -82,7 +84,7 @@ def _latent_backward(backend, scale, saved, dout):
     """One key/value head: the keys are latent and rope key side by side, the values the latent."""
     saved = jax.tree.map(jnp.asarray, (*saved, dout))
     q_latent, q_rope, latent_pages, rope_pages, view, out, dout = saved
-    latent, rope = xla.read_pages(latent_pages, view), xla.read_pages(rope_pages, view)
+    latent, rope = read_pages(latent_pages, view), read_pages(rope_pages, view)
     width = latent.shape[-1]
     q, k = jnp.concatenate([q_latent, q_rope], -1), jnp.concatenate([latent, rope], -1)
     k, v = k[:, None], latent[:, None]
@@ -91,8 +93,8 @@ def _latent_backward(backend, scale, saved, dout):
     return (
         dq[..., :width],
         dq[..., width:],
-        _as_pages(dlatent, latent_pages, view),
-        _as_pages(dk[:, 0, width:], rope_pages, view),
+        as_pages(dlatent, latent_pages, view),
+        as_pages(dk[:, 0, width:], rope_pages, view),
         None,
     )
 
@@ -100,5 +102,15 @@ def _latent_backward(backend, scale, saved, dout):
 paged_latent_attention.defvjp(_latent_forward, _latent_backward)
 
 
-def _as_pages(values, pages, view):
+def platform_gradients():
+    """What serves the platform best, see `backward.attention_gradients`."""
+    name = platform_implementation()
+    if name == "xla":
+        return attention_gradients
+    backend = implementation_module("pallas_kernels.paged_attention", name)
+    return getattr(backend, "attention_gradients", attention_gradients)
+
+
+def as_pages(values, pages, view):
+    """The gradient of pages from that of the values that were written, which read them alone."""
     return xla.write_pages(jnp.zeros_like(pages), values, view)

@@ -64,6 +64,11 @@ class GradientSizes:
         """Sums that one head of keys is made of."""
         return self.group // self.heads_of_unit
 
+    @property
+    def has_room(self) -> bool:
+        """Whether registers have room for two blocks of products beside a unit's sums of keys."""
+        return self.width + self.v_width <= 256
+
     def stages(self, fixed: int) -> int:
         """Pairs of blocks that fit beside `fixed` bytes."""
         pair = 2 * ROWS * (self.width + self.v_width) + 2 * 4 * ROWS

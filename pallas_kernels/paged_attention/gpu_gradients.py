@@ -22,7 +22,8 @@ from pallas_kernels.paged_attention.gpu_gradient_units import (
 from pallas_kernels.paged_attention.gpu_gradients_kv import key_gradients
 from pallas_kernels.paged_attention.gpu_gradients_q import query_gradients
 
-WIDTHS = (64, 128)
+WIDTHS = (64, 128, 192)  # of queries and keys
+V_WIDTHS = (64, 128)
 
 
 def attention_gradients(
@@ -70,7 +71,7 @@ def _serves(q, k, v, scale) -> bool:
     return (
         all(x.dtype == jnp.bfloat16 for x in (q, k, v))
         and q.shape[2] in WIDTHS
-        and v.shape[2] in WIDTHS
+        and v.shape[2] in V_WIDTHS
         and q.shape[0] > 0
         and scale > 0
     )

@@ -9,7 +9,8 @@ read it; blocks of 64 queries come in order through a ring, from the tile's own 
     dK += (Pᵀ · dPᵀ) · Q
 
 What is taken away is what the accumulators of Sᵀ and dPᵀ start with: no registers hold it. The sums
-have 128 of a thread's, so that nothing else fits beside these two.
+have 128 of a thread's, so that nothing else fits beside these two. Where they have more, as of
+latents' heads, Sᵀ and dPᵀ follow each other.
 """
 
 from __future__ import annotations
@@ -217,22 +218,34 @@ class _Kernel:
         stage = lax.rem(step, jnp.int32(self.stages))
         queries, dout = self.q_stages.at[stage], self.dout_stages.at[stage]
         to_base_2 = self.sizes.scale * math.log2(math.e)
-        interpreted = self.sizes.interpreted
+        interpreted, together = self.sizes.interpreted, self.sizes.has_room
 
-        def multiply(scores, dweights):
-            plgpu.barrier_wait(self.full.at[stage])
-            minus_lse = self.of_columns(self.minus_lse_stages.at[stage])
-            start(scores, minus_lse, interpreted)
-            minus_delta = self.of_columns(self.minus_delta_stages.at[stage])
-            start(dweights, minus_delta, interpreted)
-            plgpu.wgmma(scores, self.k_tile.at[warpgroup], queries.T)
+        def start_with(accumulator, stages):
+            numbers = self.of_columns(stages.at[stage])
+            start(accumulator, numbers, interpreted)
+            return numbers
+
+        def multiply_values(dweights):
             plgpu.wgmma(dweights, self.v_tile.at[warpgroup], dout.T)
             # All warps have read the numbers before a copy replaces them.
             plgpu.commit_smem()
-            found = finished(scores, minus_lse, interpreted, pending=1)
+
+        def multiply(scores, dweights):
+            plgpu.barrier_wait(self.full.at[stage])
+            minus_lse = start_with(scores, self.minus_lse_stages)
+            if together:
+                minus_delta = start_with(dweights, self.minus_delta_stages)
+            plgpu.wgmma(scores, self.k_tile.at[warpgroup], queries.T)
+            if together:
+                multiply_values(dweights)
+            found = finished(scores, minus_lse, interpreted, pending=int(together))
             weights = self.masked(query, key, jnp.exp2(found * to_base_2)).astype(queries.dtype)
             plgpu.wgmma(dv, left_side(weights, self.left, warpgroup, 0), dout)
-            dfound = finished(dweights, minus_delta, interpreted, pending=1)
+            if not together:
+                plgpu.wgmma_wait(0)
+                minus_delta = start_with(dweights, self.minus_delta_stages)
+                multiply_values(dweights)
+            dfound = finished(dweights, minus_delta, interpreted, pending=int(together))
             # The rounded weights: there is no room for both.
             dscores = (weights.astype(jnp.float32) * dfound).astype(queries.dtype)
             plgpu.wgmma(dk, left_side(dscores, self.left, warpgroup, 1), queries)

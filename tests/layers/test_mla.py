@@ -17,7 +17,7 @@ from lora_moe_jax.layers.build import Build, SlotConfig
 from lora_moe_jax.layers.cache import LayerCache, single_sequence_cache
 from lora_moe_jax.layers.mla import AbsorbedKvB, KeyRows, LatentAttention, ValueRows
 from lora_moe_jax.layers.rope import attention_factor, inverse_frequencies
-from pallas_kernels import PageView
+from pallas_kernels import PageView, latent_attention
 from tests.layers.modules import (
     CONFIG,
     MLA,
@@ -167,15 +167,22 @@ def test_the_work_does_not_grow_with_the_number_of_slots():
     def temporary_bytes(slots: int) -> int:
         with_slots = nnx.eval_shape(lambda: AbsorbedKvB("kv_b_proj", V3, many_slots(slots)))
         graph, state = nnx.split(with_slots)
-        q = jax.ShapeDtypeStruct((8, HEADS, MLA.qk_nope_head_dim), jnp.float32)
-        latent = jax.ShapeDtypeStruct((8, HEADS, MLA.kv_lora_rank), jnp.float32)
-        slot_of_token = jax.ShapeDtypeStruct((8,), jnp.int32)
+        tokens, pages = 8, (5, 4)
+        shapes = (
+            (tokens, HEADS, MLA.qk_nope_head_dim),
+            (tokens, HEADS, MLA.qk_rope_head_dim),
+            (*pages, MLA.kv_lora_rank),
+            (*pages, MLA.qk_rope_head_dim),
+        )
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        of_token = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        view = PageView(of_token, of_token, jax.ShapeDtypeStruct((2, 2), jnp.int32))
 
-        def both(state, q, latent, token_slots):
-            module = nnx.merge(graph, state)
-            return module.absorb_query(q, token_slots), module.values(latent, token_slots)
+        def attend(state, arrays, view, token_slots):
+            kv_b = nnx.merge(graph, state).by_head()
+            return latent_attention(*arrays, view, kv_b, token_slots, scale=1.0)
 
-        compiled = jax.jit(both).lower(state, q, latent, slot_of_token).compile()
+        compiled = jax.jit(attend).lower(state, arrays, view, of_token).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     few, many = temporary_bytes(2), temporary_bytes(200)

@@ -307,6 +307,14 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     )
     arrays = table, queries, keys, keys, queries, of_row, sinks
     yield "attention gradients of queries with sinks", function, arrays
+    # Of DeepSeek's heads.
+    q, values = array(places, 16, 192), array(places, 16, 128)
+    sizes = GradientSizes(places, 16, 16, 192, 128, None, False, 0.1, False)
+    arrays = table, q, q, values, values, array(16, places, dtype=jnp.float32)
+    function = functools.partial(query_gradients, sizes)
+    yield "latent attention gradients of queries", function, arrays
+    function = functools.partial(key_gradients, sizes)
+    yield "latent attention gradients of keys", function, (*arrays, arrays[-1])
 
     # Norms are of whole 128 features; hidden ones that are not are normed by other kernels.
     features = hidden // 128 * 128

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 45
+CALLS = 47
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
@@ -33,6 +33,8 @@ MAY_SPILL = {  # bytes
     "attention gradients of queries": 144,
     "attention gradients of queries with sinks": 144,
     "attention gradients of keys": 64,
+    "latent attention gradients of queries": 384,
+    "latent attention gradients of keys": 192,
 }
 # Else one.
 KERNELS = {
@@ -99,7 +101,8 @@ def test_decode():
             "attention of groups of three,attention of few,attention of few with sinks,"
             "latent attention of few,"
             "attention gradients of queries,attention gradients of queries with sinks,"
-            "attention gradients of keys,rms_norm,add_norm,"
+            "attention gradients of keys,latent attention gradients of queries,"
+            "latent attention gradients of keys,rms_norm,add_norm,"
             "choice,choice of bfloat16",
         )
     )

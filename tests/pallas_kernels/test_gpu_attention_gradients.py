@@ -132,6 +132,7 @@ SLOW_CASES = {
     "a group of three, wide values": Case(3, 1, v_width=128, window=100),
     "groups of four": Case(8, 2, width=128, v_width=128),
     "groups of four with sinks": Case(8, 2, has_sinks=True),
+    "keys and values of latents": Case(3, 3, width=192, v_width=128),
 }
 TOGETHER = 0, -1, 1, 2
 

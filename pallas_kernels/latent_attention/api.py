@@ -1,0 +1,64 @@
+"""Attention of heads whose keys and values are made of cached latents, with adapters on that.
+
+    k_h = c · W_UK,hᵀ + s (c · Aᵀ) · Bᵏ_h      v_h = c · W_UV,hᵀ + s (c · Aᵀ) · Bᵛ_h
+
+with c a position's latent, and beside k_h a rotated key that all heads share. Letters: T tokens of
+the batch, H heads, N columns of their queries that are not rotated, E rotated ones, V of values,
+C of latents.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_lora_matmul.lora import Slots
+from pallas_kernels.latent_attention import differentiable
+from pallas_kernels.paged_attention.api import PageView
+
+
+class KvB(NamedTuple):
+    """What makes keys and values of latents (DeepSeek's kv_b), by head.
+
+    Attributes:
+      k_up, v_up: W_UK `[H, C, N]`, transposed, and W_UV `[H, V, C]`. They are frozen, and may be
+        `Layered`.
+      key_lora: a is Bᵏ `[slots, H, R, N]`, b is A `[slots, 1, R, C]`; None without adapters.
+      value_lora: a is A, b is Bᵛ `[slots, H, R, V]`.
+    """
+
+    k_up: jax.Array
+    v_up: jax.Array
+    key_lora: Slots | None
+    value_lora: Slots | None
+
+
+def latent_attention(
+    q_nope: Float[Array, "tokens heads nope"],
+    q_rope: Float[Array, "tokens heads rope"],
+    latent_pages: Float[Array, "pages page_size latent"],
+    rope_pages: Float[Array, "pages page_size rope"],
+    view: PageView,
+    kv_b: KvB,
+    token_slots: Int[Array, " tokens"],
+    *,
+    scale: float,
+) -> Float[Array, "tokens heads v"]:
+    """Each token's heads attend to positions 0..its own of its request.
+
+    In the absorbed form: queries go to the latents' space, attend to latents, and what comes of it
+    is made values. Exactness and isolation are those of `paged_attention`.
+
+    Differentiable with respect to queries, pages and adapters where the batch holds whole
+    sequences, positions from 0 on, each of one adapter: training. The gradient is that of the form
+    above, in which a head has N + E and V columns to multiply, not C + E and C: on Hopper GPUs by
+    the kernels of grouped heads where they serve these widths, else in plain JAX.
+
+    Raises:
+      ValueError: shapes that do not belong together.
+    """
+    return differentiable.latent_attention(
+        scale, q_nope, q_rope, latent_pages, rope_pages, view, kv_b, token_slots
+    )
