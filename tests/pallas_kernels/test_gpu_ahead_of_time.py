@@ -33,7 +33,7 @@ MAY_SPILL = {  # bytes
     "attention gradients of queries": 144,
     "attention gradients of queries with sinks": 144,
     "attention gradients of keys": 64,
-    "latent attention gradients of queries": 384,
+    "latent attention gradients of queries": 400,
     "latent attention gradients of keys": 192,
 }
 # Else one.
