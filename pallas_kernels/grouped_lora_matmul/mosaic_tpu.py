@@ -14,7 +14,8 @@ from pallas_kernels.grouped_lora_matmul import tpu_schedule, tpu_tasks
 from pallas_kernels.grouped_lora_matmul.joined_terms import joined_terms
 from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
 from pallas_kernels.grouped_lora_matmul.tpu_outer import outer_kernel
-from pallas_kernels.grouped_lora_matmul.tpu_product import Term, product_kernel
+from pallas_kernels.grouped_lora_matmul.tpu_product import product_kernel
+from pallas_kernels.grouped_lora_matmul.tpu_product_layout import Term
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import LANES, itemsize
 from pallas_kernels.grouped_lora_matmul.tpu_shrink import shrink_kernel
 from pallas_kernels.grouped_lora_matmul.tpu_tasks import (

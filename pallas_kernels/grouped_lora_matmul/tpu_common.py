@@ -181,3 +181,14 @@ def nbytes(*arrays) -> int:
     """Of what is read: of one that is `Layered`, the part."""
     leaves = jax.tree.leaves(arrays, is_leaf=is_layered)
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in leaves)
+
+
+def last_or_whole(is_last, rest: int, whole: int, body):
+    """body(rest) or body(whole), once if they are equal or is_last is static."""
+    if rest == whole:
+        body(whole)
+    elif isinstance(is_last, bool):
+        body(rest if is_last else whole)
+    else:
+        pl.when(is_last)(lambda: body(rest))
+        pl.when(jnp.logical_not(is_last))(lambda: body(whole))

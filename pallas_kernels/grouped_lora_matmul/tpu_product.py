@@ -18,12 +18,10 @@ bits do not depend on its tile.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -42,34 +40,17 @@ from pallas_kernels.grouped_lora_matmul.tpu_common import (
     windows,
     with_class,
 )
+from pallas_kernels.grouped_lora_matmul.tpu_product_layout import COLUMNS, ProductLayout, Term
+from pallas_kernels.grouped_lora_matmul.tpu_product_terms import add_run, copy_factor
+from pallas_kernels.grouped_lora_matmul.tpu_product_weights import Weights
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import (
     K_STEP,
     LANES,
     PIECE,
-    ROW_ALIGN,
     Device,
     ProductSchedule,
-    round_up,
 )
 from pallas_kernels.grouped_lora_matmul.tpu_tasks import Tasks
-
-COLUMNS = 1024  # columns of one dot or one elementwise step
-
-
-@dataclasses.dataclass(frozen=True)
-class Term:
-    """Where one low-rank term goes.
-
-    Attributes:
-      half: 0, or 1 for up.
-      start, width: the columns that its factor covers, in its half.
-      kept: the part of those columns that is added; None for all of them.
-    """
-
-    half: int
-    start: int
-    width: int
-    kept: tuple[int, int] | None = None
 
 
 def product_kernel(
@@ -104,7 +85,7 @@ def product_kernel(
     s = schedule
     rows, k = x.shape
     halves, n = (w.shape[1], w.shape[2]) if contract == 2 else (1, w.shape[2])
-    layout = _Layout(s, contract, gate, terms, firsts, k, n, halves, bias is not None)
+    layout = ProductLayout(s, contract, gate, terms, firsts, k, n, halves, bias is not None)
     tiles_of_core = s.n_tiles // s.cores
 
     def by_row(core, j, t, counts, tile, *_):
@@ -172,33 +153,7 @@ def product_kernel(
     )(*tasks, layer, *inputs)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Static facts of one kernel."""
-
-    schedule: ProductSchedule
-    contract: int
-    gate: Gate | None
-    terms: tuple[Term, ...]
-    firsts: tuple[int, ...]
-    k: int
-    n: int
-    halves: int
-    biased: bool
-
-    @property
-    def half_stride(self) -> int:
-        """Rows from gate's part of a piece to up's."""
-        return self.schedule.piece if self.halves == 1 else round_up(self.schedule.piece, ROW_ALIGN)
-
-    @property
-    def piece_shape(self):
-        if self.contract == 2:
-            return self.halves * self.half_stride, self.k
-        return self.schedule.piece, self.schedule.block_n
-
-
-def _kernel(layout: _Layout, *refs):
+def _kernel(layout: ProductLayout, *refs):
     s, terms = layout.schedule, len(layout.terms)
     tasks, refs = Tasks(*refs[: len(Tasks._fields)]), refs[len(Tasks._fields) :]
     layer, x, w, *refs = refs
@@ -214,7 +169,7 @@ def _kernel(layout: _Layout, *refs):
     core, j, t = (pl.program_id(axis) for axis in range(3))
     column_tile = core * (s.n_tiles // s.cores) + j
     lo, hi = tasks.lo[t], tasks.hi[t]
-    weights = _Weights(layout, tasks, w, w_ring, w_arrived, core)
+    weights = Weights(layout, tasks, w, w_ring, w_arrived, core)
 
     @pl.when((j == 0) & (t == 0))
     def _():
@@ -233,13 +188,13 @@ def _kernel(layout: _Layout, *refs):
                 for i in its_terms:
                     source = factor_of(factors[i], slot, tasks.group[t])
                     places = run_ring[i].at[buffer], run_arrived[i].at[buffer]
-                    _copy_factor(layout, layout.terms[i], column_tile, source, *places, act)
+                    copy_factor(layout, layout.terms[i], column_tile, source, *places, act)
 
             with_class(slot, layout.firsts, factors, of_class)
 
         def add(slot, lo, hi, buffer):
             def of_class(its_terms, _):
-                _add_run(layout, its_terms, acc, u, run_ring, column_tile, lo, hi, buffer)
+                add_run(layout, its_terms, acc, u, run_ring, column_tile, lo, hi, buffer)
 
             with_class(slot, layout.firsts, factors, of_class)
 
@@ -253,113 +208,7 @@ def _kernel(layout: _Layout, *refs):
         _store(layout, y, acc, bias, lo, hi)
 
 
-class _Weights:
-    """The ring of pieces of W. Pieces follow each other by column tile, group and part."""
-
-    def __init__(self, layout: _Layout, tasks: Tasks, w, ring, arrived, core):
-        self.layout, self.tasks, self.w = layout, tasks, w
-        self.ring, self.arrived, self.core = ring, arrived, core
-        self.groups = tasks.counts[1]
-        self.tiles_of_core = layout.schedule.n_tiles // layout.schedule.cores
-
-    def fetch_first(self):
-        for piece in range(self.layout.schedule.ring):
-            self._fetch(0, 0, piece, piece)
-
-    def wait(self, j, t, piece):
-        """Waits for a piece of the task's group, if its first task: afterwards it stays."""
-        slot = self.slot(j, t, piece)
-
-        @pl.when(self.tasks.edges[t] % 2 == 1)
-        def _():
-            self._copy(j, self.tasks.ordinal[t], piece, slot, lambda copy: copy.wait())
-
-        return slot
-
-    def release(self, j, t, piece):
-        """After a piece's last use, its slot takes the piece that is `ring` further."""
-
-        @pl.when(self.tasks.edges[t] >= 2)
-        def _():
-            ring = self.layout.schedule.ring
-            self._fetch(j, self.tasks.ordinal[t], piece + ring, self.slot(j, t, piece))
-
-    def slot(self, j, t, piece):
-        s = self.layout.schedule
-        sequence = (j * self.groups + self.tasks.ordinal[t]) * s.pieces + piece
-        return lax.rem(sequence, s.ring)
-
-    def _fetch(self, j, ordinal, piece, slot):
-        """Starts a copy, if there is such a piece; `piece` counts from the ordinal's first."""
-        s = self.layout.schedule
-        ordinal = ordinal + piece // s.pieces
-        piece = piece % s.pieces
-        for _ in range(-(-s.ring // s.pieces)):  # with one group, each step is a column tile
-            j, ordinal = (
-                jnp.where(ordinal >= self.groups, j + 1, j),
-                jnp.where(ordinal >= self.groups, ordinal - self.groups, ordinal),
-            )
-
-        @pl.when((j < self.tiles_of_core) & (self.groups > 0))
-        def _():
-            self._copy(j, ordinal, piece, slot, lambda copy: copy.start())
-
-    def _copy(self, j, ordinal, piece, slot, act):
-        """Acts on the copies of one piece, the last ones of an axis being smaller."""
-        layout, s = self.layout, self.layout.schedule
-        source, target, semaphore = (
-            self.w.at[self.tasks.active[ordinal]],
-            self.ring.at[slot],
-            self.arrived.at[slot],
-        )
-        column_tile = self.core * self.tiles_of_core + j
-        # Of one alone it is known: W may have fewer rows than a piece, and none is whole then.
-        last_piece = s.pieces == 1 or piece == s.pieces - 1
-        last_tile = s.n_tiles == 1 or column_tile == s.n_tiles - 1
-
-        def forward(rows):
-            start = column_tile * s.block_n + piece * s.piece
-            for half in range(layout.halves):
-                part, place = source.at[half], target
-                if rows < layout.n:
-                    part = part.at[pl.ds(start, rows)]
-                if rows < target.shape[0]:
-                    place = target.at[pl.ds(half * layout.half_stride, rows)]
-                act(pltpu.make_async_copy(part, place, semaphore))
-
-        def backward(rows, columns):
-            part, place = source, target
-            if (rows, columns) != (layout.k, layout.n):
-                start = pl.multiple_of(column_tile * s.block_n, LANES) if s.n_tiles > 1 else 0
-                part = source.at[pl.ds(piece * s.piece, rows), pl.ds(start, columns)]
-            if (rows, columns) != target.shape:
-                place = target.at[pl.ds(0, rows), pl.ds(0, columns)]
-            act(pltpu.make_async_copy(part, place, semaphore))
-
-        if layout.contract == 2:
-            last = last_piece if s.n_tiles == 1 else last_tile & last_piece
-            _last_or_whole(last, layout.n % s.piece or s.piece, s.piece, forward)
-            return
-
-        def with_rows(rows):
-            rest = layout.n % s.block_n or s.block_n
-            _last_or_whole(last_tile, rest, s.block_n, functools.partial(backward, rows))
-
-        _last_or_whole(last_piece, layout.k % s.piece or s.piece, s.piece, with_rows)
-
-
-def _last_or_whole(is_last, rest: int, whole: int, body):
-    """body(rest) or body(whole), once if they are equal or is_last is static."""
-    if rest == whole:
-        body(whole)
-    elif isinstance(is_last, bool):
-        body(rest if is_last else whole)
-    else:
-        pl.when(is_last)(lambda: body(rest))
-        pl.when(jnp.logical_not(is_last))(lambda: body(whole))
-
-
-def _multiply_forward(layout: _Layout, x, acc, weights: _Weights, j, t, lo, hi):
+def _multiply_forward(layout: ProductLayout, x, acc, weights: Weights, j, t, lo, hi):
     """acc = x·Wᵀ; each piece is some of the output columns."""
     s = layout.schedule
     # Gate and up in one dot, where the result can be cut between lane tiles.
@@ -391,7 +240,7 @@ def _multiply_forward(layout: _Layout, x, acc, weights: _Weights, j, t, lo, hi):
     loop(s.pieces, multiply)
 
 
-def _multiply_backward(layout: _Layout, x, acc, weights: _Weights, j, t, lo, hi):
+def _multiply_backward(layout: ProductLayout, x, acc, weights: Weights, j, t, lo, hi):
     """acc = x·W; each piece is some of the terms of the sum over K."""
     s = layout.schedule
 
@@ -434,76 +283,7 @@ def _aligned(start, unit: int, count: int):
     return start if isinstance(start, int) else pl.multiple_of(start, unit)
 
 
-def _needed(s: ProductSchedule, term: Term, column_tile):
-    """Whether a column tile needs a term's factor."""
-    start = column_tile * s.block_n - term.start
-    return s.n_tiles == 1 or ((start >= 0) & (start < term.width))
-
-
-def _copy_factor(layout: _Layout, term: Term, column_tile, source, target, semaphore, act):
-    """Acts on the copy of the columns of a factor that a column tile needs, if it needs any."""
-    s = layout.schedule
-    if s.n_tiles == 1:
-        act(pltpu.make_async_copy(source, target, semaphore))
-        return
-
-    def copy(columns):
-        part, place = source, target
-        if columns < term.width:
-            start = pl.multiple_of(column_tile * s.block_n - term.start, LANES)
-            part = source.at[:, pl.ds(start, columns)]
-        if columns < target.shape[1]:
-            place = target.at[:, pl.ds(0, columns)]
-        act(pltpu.make_async_copy(part, place, semaphore))
-
-    width = min(s.block_n, term.width)
-    last = column_tile == s.n_tiles - 1
-
-    @pl.when(_needed(s, term, column_tile))
-    def _():
-        _last_or_whole(last, term.width % width or width, width, copy)
-
-
-def _add_run(layout: _Layout, terms, acc, u, run_ring, column_tile, lo, hi, buffer):
-    """Adds those terms to the rows of a run."""
-    s = layout.schedule
-    for i in terms:
-        term = layout.terms[i]
-        needed = _needed(s, term, column_tile)
-        add = functools.partial(
-            _add_term, layout, term, acc, u[i], run_ring[i], column_tile, lo, hi, buffer
-        )
-        if needed is True:
-            add()
-        else:
-            pl.when(needed)(add)
-
-
-def _add_term(layout: _Layout, term: Term, acc, u, ring, column_tile, lo, hi, buffer):
-    """acc += u·B on the rows [lo, hi) of a run."""
-    s = layout.schedule
-    first_column = term.start if s.n_tiles == 1 else 0
-
-    def window(first, height):
-        rows = pl.ds(first, height)
-        left = u[rows, :]
-
-        def column(c, width):
-            at = acc.at[term.half, rows, pl.ds(first_column + c, width)]
-            delta = dot(left, ring[buffer, :, pl.ds(c, width)], 1, 0)
-            keep = rows_within(first, (height, width), lo, hi)
-            if term.kept is not None:
-                place = term.start if s.n_tiles == 1 else column_tile * s.block_n
-                index = place + c + lax.broadcasted_iota(jnp.int32, (height, width), 1)
-                keep &= (index >= term.kept[0]) & (index < term.kept[1])
-            at[...] = jnp.where(keep, at[...] + delta, at[...])
-
-        blocks(ring.shape[2], COLUMNS, column)
-
-    windows(lo, hi, s.block_m, s.run_heights, window)
-
-
-def _store(layout: _Layout, y, acc, bias, lo, hi):
+def _store(layout: ProductLayout, y, acc, bias, lo, hi):
     """The task's rows of y from the accumulators, plus a bias if there is one; zeros without."""
     s = layout.schedule
 

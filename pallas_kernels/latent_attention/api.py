@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_lora_matmul.lora import Slots
@@ -23,14 +22,13 @@ class KvB(NamedTuple):
     """What makes keys and values of latents (DeepSeek's kv_b), by head.
 
     Attributes:
-      k_up, v_up: W_UK `[H, C, N]`, transposed, and W_UV `[H, V, C]`. They are frozen, and may be
-        `Layered`.
+      k_up: W_UK of each head, transposed. v_up: W_UV. They are frozen, and may be `Layered`.
       key_lora: a is Bᵏ `[slots, H, R, N]`, b is A `[slots, 1, R, C]`; None without adapters.
       value_lora: a is A, b is Bᵛ `[slots, H, R, V]`.
     """
 
-    k_up: jax.Array
-    v_up: jax.Array
+    k_up: Float[Array, "heads latent nope"]
+    v_up: Float[Array, "heads v latent"]
     key_lora: Slots | None
     value_lora: Slots | None
 

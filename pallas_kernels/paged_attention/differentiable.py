@@ -57,7 +57,7 @@ def _forward(backend, scale, sliding_window, *arguments):
 def _backward(backend, scale, sliding_window, saved, dout):
     q, k_pages, v_pages, view, sinks, out, dout = jax.tree.map(jnp.asarray, (*saved, dout))
     k, v = read_pages(k_pages, view), read_pages(v_pages, view)
-    gradients = getattr(backend, "attention_gradients", attention_gradients)
+    gradients = gradients_of(backend)
     dq, dk, dv = gradients(q, k, v, out, dout, view, scale, sliding_window, sinks)
     dk, dv = as_pages(dk, k_pages, view), as_pages(dv, v_pages, view)
     return dq.astype(q.dtype), dk, dv, None, None
@@ -102,13 +102,17 @@ def _latent_backward(backend, scale, saved, dout):
 paged_latent_attention.defvjp(_latent_forward, _latent_backward)
 
 
+def gradients_of(backend: ModuleType):
+    """Its own gradients of grouped heads, or those in plain JAX, whose form they have."""
+    return getattr(backend, "attention_gradients", attention_gradients)
+
+
 def platform_gradients():
-    """What serves the platform best, see `backward.attention_gradients`."""
+    """Those that serve the platform best."""
     name = platform_implementation()
     if name == "xla":
-        return attention_gradients
-    backend = implementation_module("pallas_kernels.paged_attention", name)
-    return getattr(backend, "attention_gradients", attention_gradients)
+        return gradients_of(xla)
+    return gradients_of(implementation_module("pallas_kernels.paged_attention", name))
 
 
 def as_pages(values, pages, view):

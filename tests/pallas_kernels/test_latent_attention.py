@@ -186,3 +186,12 @@ def test_bfloat16(sizes):
         if right.ndim > 2 and len(right) == TOKENS:
             its, right = its[view.request >= 0], right[view.request >= 0]
         assert np.linalg.norm(its - right) <= 0.02 * np.linalg.norm(right)
+
+
+def test_shapes_that_do_not_belong_together():
+    arrays, view, slots, _ = batch()
+    arrays, view, weights = jax.tree.map(jnp.asarray, (arrays, view, kv_b()))
+    with pytest.raises(ValueError, match=r"x must be \[rows, 6\]"):
+        attend(view, slots, weights, arrays[0][..., :-1], *arrays[1:], *weights[2:])
+    with pytest.raises(ValueError, match="row_slots must be"):
+        attend(view, slots[:-1], weights, *arrays, *weights[2:])
