@@ -59,8 +59,8 @@ def dispatch_few(x, groups: int, group, token_slots, valid) -> tuple[Route, jax.
     rows = group.size
     height = max(FEWEST, pl.next_power_of_2(pl.cdiv(rows, PROGRAMS)))
     sizes = _Sizes(rows, group.shape[1], groups, height)
-    numbers = (rows, rows, rows, rows, most_tiles(groups, rows) * TILE_WORDS, 1)
-    found, position, token, place, run_end, words, count = _call(
+    numbers = (rows, 2 * rows, rows, rows, rows, most_tiles(groups, rows) * TILE_WORDS, 1)
+    found, position, arrivals, token, place, run_end, words, count = _call(
         _sorted_kernel, "lora_dispatch", sizes, numbers, x, group, token_slots, valid
     )
     # By blocks of rows, nobody reads the pieces.
@@ -68,7 +68,8 @@ def dispatch_few(x, groups: int, group, token_slots, valid) -> tuple[Route, jax.
     if rows > BLOCKS_OF_ROWS:
         pieces = Pieces(*piece_table(place, most))
     tiles = Tiles(count, words)
-    tables = Tables(place, run_end, pieces, tiles, piece_rows=most, in_order=True)
+    known = dict(arrivals=arrivals, piece_rows=most, in_order=True)
+    tables = Tables(place, run_end, pieces, tiles, **known)
     return Route(token, position.reshape(group.shape), tables), found
 
 
@@ -83,7 +84,7 @@ def dispatch_unsorted(x, groups: int, group, token_slots, valid) -> tuple[Route,
     if x.shape[1] % THREADS == 0 and implementation.DEPENDENT_LAUNCH:
         found, place, arrivals = gpu_unsorted.lay_out(x, groups, *routing)
     else:
-        kernel = _unsorted_kernel, "lora_rows", sizes, (rows, 1)
+        kernel = _unsorted_kernel, "lora_rows", sizes, (rows, rows)
         found, place, arrivals = _call(*kernel, x, *routing)
     row = np.arange(rows, dtype=np.int32)  # constants cost no launch
     token, position = jnp.asarray(row // choices), jnp.asarray(row.reshape(group.shape))
@@ -166,12 +167,8 @@ def _rows(sizes: _Sizes, routing: _Routing, first, count: int) -> _Rows:
 
 def _unsorted_kernel(sizes: _Sizes, routing: _Routing, x, y, place_out, arrivals):
     own = _rows(sizes, routing, pl.program_id(0) * sizes.height, sizes.height)
-
-    @pl.when(pl.program_id(0) == 0)
-    def _none():
-        arrivals[0] = 0
-
-    plgpu.store(place_out.at[own.row], own.place, mask=own.exist)
+    for out, value in (place_out, own.place), (arrivals, jnp.zeros_like(own.row)):
+        plgpu.store(out.at[own.row], value, mask=own.exist)
     _copy_rows(own, own.row, x, y, _load_rows(own, x, 0))
 
 
@@ -181,6 +178,7 @@ def _sorted_kernel(
     x,
     y,
     position_out,
+    arrivals,
     token_out,
     place_out,
     run_end_out,
@@ -193,6 +191,8 @@ def _sorted_kernel(
     position, run_end, rows_of_group = _compare(sizes, own, rows_at)
     for out, row, value in (
         (position_out, own.row, position),
+        (arrivals, own.row, jnp.zeros_like(own.row)),
+        (arrivals, sizes.rows + own.row, jnp.zeros_like(own.row)),
         (token_out, position, own.token),
         (place_out, position, own.place),
         (run_end_out, position, run_end),

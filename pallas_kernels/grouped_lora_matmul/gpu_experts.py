@@ -1,12 +1,15 @@
-"""Gate, up and down of rows that are a tile each, as one kernel: the experts of one token.
+"""Gate, up and down of few rows as one kernel: the experts of a decode step.
 
-Each program has its tiles of gate and up, then those of down. All of down's need all that gate and
-up made, so programs wait for each other between; meanwhile W of down is on its way.
+Each program has its tiles of gate and up, then those of down. A tile of down needs all of h of its
+rows, which other programs made; so these say what is in memory, tile by tile, and it waits for
+that. Meanwhile W of down is on its way: memory never rests between the two.
 
     load W of gate and up   | load W of down, as much as stages hold | load h
-    multiply, gate, store h | say so                  wait for all   | multiply, store
+    multiply, gate, store h | say so              wait for its rows  | multiply, store
 
-Both are the products of `gpu_product`, tile by tile, with one ring of stages.
+Both are the products of `gpu_product`, tile by tile, with one ring of stages. Rows that are a tile
+each make their u inside (`gpu_product_inner`); other rows' u of gate and up is there before, and
+that of down two more warpgroups make as soon as its h is there (`gpu_experts_shrink`).
 
 Each program has a multiprocessor of its own, or those that wait would be in the way of those they
 wait for. Kernels beside it make it late, no more, unless their programs wait for each other too:
@@ -26,134 +29,229 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.gpu_experts_shrink import ShrinkOfTiles
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, operands_of
 from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
-from pallas_kernels.hopper.arrivals import Arrivals
+from pallas_kernels.hopper.arrivals import Arrivals, Made
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
-from pallas_kernels.layered import LAYER_OPERANDS, layer_operands, number_of
+from pallas_kernels.layered import LAYER_OPERANDS, layer_operands, merged, number_of
 
 COMMON = "x_stage", "w_stage", "empty", "own_u"  # what the products have in turns
 
 
 class Product(NamedTuple):
-    """One of the two: W `[G, N, K]`, its terms or None, their first columns, the schedule, and the
-    bias of W or None."""
+    """One of the two: W `[G, N, K]`, its terms or None, their first columns and first slots, the
+    schedule, and the bias of W or None."""
 
     w: jax.Array
     terms: Terms | None
     starts: tuple[int, ...]
+    firsts: tuple[int, ...]
     schedule: ProductSchedule
     bias: jax.Array | None = None
 
 
+class Shrink(NamedTuple):
+    """How u of down's terms is made: factors `[S, G or 1, R, K]` and scalings of all of them."""
+
+    factors: tuple[jax.Array, ...]
+    scalings: tuple[jax.Array, ...]
+    layout: ShrinkLayout
+
+
 def experts_kernel(
-    tables: Tables, x, into: Product, out: Product, gate: Gate, ring_rows: int, *, interpreted=False
+    tables: Tables,
+    x,
+    into: Product,
+    out: Product,
+    gate: Gate,
+    ring_rows: int,
+    shrink: Shrink | None = None,
+    *,
+    interpreted=False,
 ):
     """Runs both products.
 
     Args:
-      tables: of rows that are a tile each, whose `arrivals` it uses up. x: [M, K].
-      into: of gate and up. out: of down. Both have terms, whose u they make, or none has.
-      ring_rows: see `experts_schedules`. interpreted: for the interpreter, which knows no layouts.
+      tables: of few rows, whose `arrivals` it uses up. x: [M, K].
+      into: of gate and up. out: of down. Both have terms or none has. Where rows are a tile each
+        they make their u.
+      ring_rows: see `experts_schedules`.
+      shrink: of down, whose terms then have no u. None where products make it, and without terms.
+      interpreted: for the interpreter, which knows no layouts.
 
     Returns:
       [M, N of down] in x's dtype.
     """
-    h = jax.ShapeDtypeStruct((x.shape[0], into.w.shape[1] // 2), x.dtype)
+    rows, dtype = x.shape[0], x.dtype
+    h = jax.ShapeDtypeStruct((rows, into.w.shape[1] // 2), dtype)
+    u = []
+    if shrink is not None:
+        u.append(jax.ShapeDtypeStruct((rows, shrink.layout.columns), dtype))
+        ranks = (factor.shape[2] for factor in shrink.factors)
+        found = map(Columns, u * len(shrink.factors), shrink.layout.first_columns, ranks)
+        out = out._replace(terms=out.terms._replace(u=tuple(found)))
 
     def layout_of(x, product, gate):
-        w, terms, starts, schedule, bias = product
-        firsts = (0,) * len(starts)
-        lora = terms, starts, firsts, schedule
-        static = gate, tables, interpreted, x.dtype, ring_rows
-        return ProductLayout(x, w, *lora, 2, *static, bias=bias)
+        lora = product.terms, product.starts, product.firsts, product.schedule
+        static = gate, tables, interpreted, dtype, ring_rows
+        return ProductLayout(x, product.w, *lora, 2, *static, bias=product.bias)
 
     layouts = layout_of(x, into, gate), layout_of(h, out, None)
+    first, (of_h, of_y) = (
+        layouts[0],
+        (jax.ShapeDtypeStruct((rows, whole_lines(layout.width, 64)), dtype) for layout in layouts),
+    )
     programs = max(product.schedule.programs for product in (into, out))
     kernel = plgpu.kernel(
-        functools.partial(_body, layouts),
-        out_type=[
-            jax.ShapeDtypeStruct((x.shape[0], whole_lines(layout.width, 64)), x.dtype)
-            for layout in layouts
-        ],
+        functools.partial(_body, layouts, shrink and shrink.layout),
+        out_type=[of_h, *u, of_y],
         grid=(programs,),
         grid_names=("program",),
-        num_threads=2,
+        num_threads=4 if shrink else 2,
         thread_name="warpgroup",
-        scratch_types=_scratch(layouts),
+        scratch_types=_scratch(layouts, shrink and shrink.layout),
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             reduction_scratch_bytes=0,  # no sum crosses warps
         ),
-        kernel_name=f"lora_experts_of_{layouts[0].name()}",
+        kernel_name=f"lora_experts_of_{first.name()}",
     )
+    of_adapters = into.terms.of_adapters + out.terms.of_adapters if into.terms else ()
+    to_shrink = (*shrink.factors, *shrink.scalings) if shrink else ()
+    layers = layer_operands(into.w, into.bias, out.w, out.bias, *of_adapters, *to_shrink)
+    words = (tables.place,) if tables.rows_alone else tables.tiles
+    arrivals = () if interpreted else (tables.arrivals,)
+    of_rows = ()
+    if into.terms:
+        places = () if tables.rows_alone else (tables.place,)
+        of_rows = (*places, tables.run_end, *first.distinct_u(into.terms))
     operands = (
         itertools.chain(*operands_of(layout, product.w, product.bias, product.terms))
         for layout, product in zip(layouts, (into, out), strict=True)
     )
-    of_adapters = into.terms.of_adapters + out.terms.of_adapters if into.terms else ()
-    layers = layer_operands(into.w, into.bias, out.w, out.bias, *of_adapters)
-    rows = (tables.place, tables.run_end) if into.terms else (tables.place,)
-    word = () if interpreted else (tables.arrivals,)
-    _, y = kernel(*layers, *word, *rows, x, *itertools.chain(*operands))
+    if shrink:
+        scalings = (scaling.reshape(-1) for scaling in shrink.scalings)
+        to_shrink = [merged(its)[0] for its in (*shrink.factors, *scalings)]
+    *_, y = kernel(*layers, *arrivals, *words, x, *of_rows, *itertools.chain(*operands), *to_shrink)
     return y[:, : layouts[1].width]
 
 
-def _scratch(layouts: tuple[ProductLayout, ProductLayout]):
+def _scratch(layouts: tuple[ProductLayout, ProductLayout], shrink: ShrinkLayout | None = None):
     into, out = (layout.scratch() for layout in layouts)
     common = {name: into[name] for name in COMMON if name in into}
     own = [{name: its[name] for name in its if name not in common} for its in (into, out)]
-    # The interpreter knows no waiting for other programs: there is one.
-    barrier = dict(made=plgpu.Barrier()) if layouts[0].interpreted else {}
-    return common | dict(into=own[0], out=own[1]) | barrier
+    found = common | dict(into=own[0], out=own[1])
+    if shrink:
+        found["shrink"] = shrink.scratch()
+    if layouts[0].interpreted:
+        found["h_said"] = plgpu.Barrier()
+        if shrink:
+            found["u_said"] = plgpu.Barrier()
+    return found
 
 
-def _body(layouts: tuple[ProductLayout, ProductLayout], *refs, into, out, made=None, **common):
+def _body(
+    layouts: tuple[ProductLayout, ProductLayout],
+    shrink_layout: ShrinkLayout | None,
+    *refs,
+    into,
+    out,
+    shrink=None,
+    h_said=None,
+    u_said=None,
+    **common,
+):
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    wait_for_kernels_before(layouts[0].rows)
-    refs, first = list(refs), layouts[0]
-    layer = [refs.pop(0) for _ in range(LAYER_OPERANDS * first.layered)]
-    word = None if first.interpreted else refs.pop(0)
-    rows = refs.pop(0), refs.pop(0) if first.terms else None
-    y, h = refs.pop(), refs.pop()
-    x, *operands = refs
+    first, refs = layouts[0], list(refs)
+    wait_for_kernels_before(first.rows)
+
+    def take(count):
+        return [refs.pop(0) for _ in range(count)]
+
+    layer = take(LAYER_OPERANDS * first.layered)
+    words = None if first.interpreted else refs.pop(0)
+    count = first.rows
+    if not first.single_rows:
+        counts = refs.pop(0)
+        count = counts[counts.shape[0] - 1]
+    table, x = take(2)
+    places = run_ends = None
+    if first.terms:
+        places, run_ends = (table, refs.pop(0)) if first.single_rows else take(2)
+    u_into = take(len(set(first.u_array)))
+    y = refs.pop()
+    u = [refs.pop()] if shrink_layout else []
+    h = refs.pop()
     # W and its bias; B, A and the scaling of each term.
-    count = 1 + first.biased + 3 * first.terms
+    operands = [
+        take(1 + layout.biased + layout.terms * (3 if layout.inner else 1)) for layout in layouts
+    ]
+    rows = count, table, places, run_ends
     into, out = (
         _Phase(layout, program, layer, rows, *arguments, common)
         for layout, *arguments in zip(
-            layouts,
-            ((x, h), (h, y)),
-            (operands[:count], operands[count:]),
-            (into, out),
-            strict=True,
+            layouts, ((x, h), (h, y)), operands, (u_into, u), (into, out), strict=True
         )
     )
-    all_made = _AllMade(into, made, word)
+
+    def made(barrier, first, count):
+        return Made(None if words is None else Arrivals(words, first), barrier, count)
+
+    h_made = made(h_said, 0, first.feature_tiles)
+    x_made = h_made
+    if shrink_layout:
+        # Who says that there is u has waited for h.
+        x_made = u_made = made(u_said, first.rows, 1)
+        factors, scalings = take(layouts[1].terms), take(layouts[1].terms)
+        make_u = functools.partial(
+            ShrinkOfTiles,
+            shrink_layout,
+            program,
+            rows=rows,
+            arrays=(h, *u),
+            factors=factors,
+            scalings=scalings,
+            scratch=shrink,
+            h_made=h_made,
+            u_made=u_made,
+        )
+
+        @pl.when(warpgroup == 2)
+        def _load_shrink():
+            make_u(number_of(layer)).load()
+
+        @pl.when(warpgroup == 3)
+        def _shrink():
+            make_u(number_of(layer)).compute()
+            # Read is enough: the kernel's end makes what was stored visible.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def wait(tile, is_first):
+        x_made.wait(tile.number, is_first)
 
     @pl.when(warpgroup == 1)
     def _memory():
         steps = into.load(jnp.int32(0), None)
-        steps = out.load(steps, all_made.wait)
+        steps = out.load(steps, wait)
         drain(common["empty"], steps, first.schedule.stages)
         into.drain()
         out.drain()
 
     @pl.when(warpgroup == 0)
     def _compute():
-        steps = into.compute(jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
-        all_made.say()
-        out.compute(steps)
-        # Read is enough: the kernel's end makes what was stored visible.
+        steps = into.compute(jnp.int32(0), h_made.say)
+        out.compute(steps, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -162,24 +260,29 @@ class _Phase:
 
     Args:
       layer: references to its number, see `number_of`.
-      rows: the place and run end of each. arrays: x and y. operands: W, its bias if it has one, and
-        what adapters have.
+      rows: how many tiles of rows there are, and references to their words, and to the place and
+        the run end of each row.
+      arrays: x and y. operands: W, its bias if it has one, and what adapters have. u: if it has
+        been made before.
       own, common: the memory of this product alone, and of both.
     """
 
-    def __init__(self, layout: ProductLayout, program, layer, rows, arrays, operands, own, common):
-        s, total = layout.schedule, layout.rows * layout.feature_tiles
+    def __init__(
+        self, layout: ProductLayout, program, layer, rows, arrays, operands, u, own, common
+    ):
+        s, (count, *of_rows) = layout.schedule, rows
+        total = count * layout.feature_tiles
         count = lax.div(total - program + (s.programs - 1), jnp.int32(s.programs))
+        count = jnp.where(program < s.programs, count, 0)
         self.w, *lora = operands
         bias = lora.pop(0) if layout.biased else None
-        words = (own[name] for name in ("tile_words", "tile_full", "tile_empty"))
-        rings = *words, bias, own.get("tile_bias")
-        self.feed = TileFeed(layout, program, count, rows[0], *rows, *rings)
+        rings = (own[name] for name in ("tile_words", "tile_full", "tile_empty"))
+        rings = *rings, bias, own.get("tile_bias")
+        self.feed = TileFeed(layout, program, count, *of_rows, *rings)
         barriers = {name: own[name] for name in ("full", "low_rank_full") if name in own}
         self.stages = Stages(layout, **common, **barriers)
         self.layout, self.layer, (self.x, self.y) = layout, layer, arrays
-        self.buffers = own["out"]
-        self.makes_some, self.lora = program < s.programs, layout.lora_arrays(lora)
+        self.buffers, self.lora = own["out"], layout.lora_arrays([*u, *lora])
 
     def load(self, step, wait_for_x):
         # On their way together: behind a barrier, or the compiler has one wait for the other.
@@ -190,35 +293,16 @@ class _Phase:
         memory = ProductMemory(self.feed, self.stages, *arrays, wait_for_x=wait_for_x)
         return memory.load_tiles(first, None, step)[1]
 
-    def compute(self, step):
+    def compute(self, step, say):
+        """`say` is that of `Made`, or None."""
+
+        def say_of(i):
+            say(self.feed.number(i)[0], i == self.feed.count - 1)
+
         arrays = self.lora, number_of(self.layer), self.buffers, self.y
-        consumer = ProductConsumer(self.feed, self.stages, *arrays, jnp.int32(0), None)
+        consumer = ProductConsumer(self.feed, self.stages, *arrays, 0, None, say and say_of)
         return consumer.compute_tiles(None, step)
 
     def drain(self):
         if self.layout.word_copies():
             drain(self.feed.empty, self.feed.count, TILES)
-
-
-class _AllMade:
-    """Word of every program that its part of h is in memory.
-
-    Args:
-      barrier: in place of the word, for the interpreter.
-    """
-
-    def __init__(self, into: _Phase, barrier, word):
-        self.makes_some, self.count = into.makes_some, into.layout.schedule.programs
-        self.barrier, self.arrivals = barrier, None if barrier is not None else Arrivals(word)
-
-    def say(self):
-        if self.arrivals:
-            pl.when(self.makes_some)(self.arrivals.arrive)
-        else:
-            plgpu.barrier_arrive(self.barrier)
-
-    def wait(self):
-        if self.arrivals:
-            self.arrivals.wait(self.count)
-        else:
-            plgpu.barrier_wait(self.barrier)

@@ -210,6 +210,10 @@ def _body(
         layer = number_of(layer_refs)
         beside = ShrinkBeside(layout.beside, program, layer, rows, lora.a, lora.scalings, shrink)
 
+    def wait_once(tile, is_first):
+        del tile
+        pl.when(is_first)(wait)
+
     def set_registers(action, count):
         if s.consumers > 1:
             plgpu.set_max_registers(count, action=action)
@@ -219,7 +223,7 @@ def _body(
         set_registers("decrease", 56 if layout.in_place else 40)
         # On their way together: what either is needed for waits for it alone.
         first, layer = feed.read(0, placed=not layout.early), number_of(layer_refs)
-        early = dict(wait_for_x=wait, early=True) if layout.early else {}
+        early = dict(wait_for_x=wait_once, early=True) if layout.early else {}
         memory = ProductMemory(feed, stages, x, w, lora, layer, beside=beside, **early)
         judge = functools.partial(is_spoiled, health, judged)
         tiles, steps = memory.load_tiles(first, judge, jnp.int32(0))

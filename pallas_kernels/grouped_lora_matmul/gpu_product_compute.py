@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -25,6 +27,7 @@ class ProductConsumer:
       layer: of the adapters' arrays that have those of many layers.
       out: its buffers, and those of the others.
       in_place: what adds runs, where they are added in place.
+      say: says that tiles up to the program's i-th are in memory, where somebody waits for them.
     """
 
     def __init__(
@@ -37,12 +40,13 @@ class ProductConsumer:
         y,
         warpgroup,
         in_place: InPlace | None,
+        say: Callable[[jax.Array], None] | None = None,
     ):
         self.layout, self.schedule = feed.layout, feed.schedule
         self.feed, self.stages = feed, stages
         self.lora, self.layer = lora, layer
         self.out, self.y, self.warpgroup = out, y, warpgroup
-        self.in_place = in_place
+        self.in_place, self.say = in_place, say
 
     def compute_tiles(self, judge, step):
         """Computes the program's tiles from a step on; `judge` is that of `for_tiles`."""
@@ -50,19 +54,22 @@ class ProductConsumer:
         def compute(i, again, step):
             tile = self.feed.loaded(i)
             is_mixed = self.feed.is_mixed(tile)
-            step = self.compute_tile(tile, again, step)
+            step = self.compute_tile(tile, again, step, i)
             self.feed.release(tile)
             return step, is_mixed
 
-        return for_tiles(self.layout, self.feed.count, compute, judge, step)[1]
+        end = for_tiles(self.layout, self.feed.count, compute, judge, step)[1]
+        if self.say is not None:
+            pl.when(self.feed.count > 0)(lambda: self.say(self.feed.count - 1))
+        return end
 
-    def compute_tile(self, tile: Tile, by_run, step):
-        """Computes a tile, or each of its runs as a tile of its own; returns the next step."""
+    def compute_tile(self, tile: Tile, by_run, step, i):
+        """Computes the i-th tile, or each of its runs as a tile of its own; returns the next step."""
         if not self.layout.in_place:
-            return self.compute_part(tile, step)
+            return self.compute_part(tile, step, i)
         return self.feed.for_parts(tile, by_run, self.compute_part, step)
 
-    def compute_part(self, tile: Tile, step):
+    def compute_part(self, tile: Tile, step, i=None):
         multiply = functools.partial(self.multiply, tile)
         sums, step = for_height(self.schedule.heights, tile.rows, multiply, step)
         if self.layout.has_runs:
@@ -70,6 +77,9 @@ class ProductConsumer:
             # Out of the way of tiles of one adapter, or none: their code follows itself.
             add = functools.partial(self.add_runs, tile, adapted)
             sums, step = lax.cond(adapted > 0, add, lambda *carry: carry, sums, step)
+        if self.say is not None:
+            # What was stored before this tile's K loop is there by now.
+            pl.when(i > 0)(lambda: self.say(i - 1))
         for number, chunk in enumerate(self.layout.chunks):
             part = tuple(tuple(total[piece.number] for piece in chunk) for total in sums)
             store = functools.partial(self.store, tile, number, chunk, part)

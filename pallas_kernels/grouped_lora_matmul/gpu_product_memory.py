@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,8 +25,9 @@ class ProductMemory:
     Args:
       layer: of W, of the bias and of adapters' arrays that have those of many layers.
       beside: what makes u, where that is not there yet.
-      wait_for_x: waits until there is x, if there is none when this warpgroup starts.
-      early: whether rows' places and runs are not there before x either.
+      wait_for_x: waits until there is x of a tile, which may be the first, if there is none when
+        this warpgroup starts.
+      early: whether rows' places and runs are not there before the first x either.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class ProductMemory:
         layer,
         *,
         beside: ShrinkBeside | None = None,
-        wait_for_x: Callable[[], None] | None = None,
+        wait_for_x: Callable[[Tile, jax.Array], None] | None = None,
         early: bool = False,
     ):
         self.layout, self.schedule = feed.layout, feed.schedule
@@ -108,14 +110,14 @@ class ProductMemory:
             begin = jnp.where(is_first, jnp.minimum(tile.k_steps, self.schedule.stages), 0)
             if self.early:
                 load(load_w, begin=0, end=begin)
-                pl.when(is_first)(self.wait_for_x)
+                self.wait_for_x(tile, is_first)
                 load_words()
                 its_a = load_a(self.feed.placed(tile))
                 load(load_x, *its_a, begin=0, end=begin, acquire=False)
             else:
                 its_a = load_a(tile)
                 load(load_w, *its_a, begin=0, end=begin)
-                pl.when(is_first)(self.wait_for_x)
+                self.wait_for_x(tile, is_first)
                 load(load_x, begin=0, end=begin, acquire=False)
             load(load_w, *its_a, load_x, begin=begin, end=tile.k_steps)
             return first_step + tile.k_steps

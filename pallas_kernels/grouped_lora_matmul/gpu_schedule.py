@@ -34,6 +34,7 @@ ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
 NARROWEST = 16  # features of a tile
 SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
 BLOCK_OF_ROWS = 8  # at most, of a unit of a shrink of few rows
+MOST_OF_GROUP = 12  # rows on average, of experts in one kernel
 BYTES_BESIDE = 2 * BLOCK_OF_ROWS * 128  # of shared memory, that such a shrink has beside stages
 ENOUGH_BESIDE = 32  # programs without tiles of a product, for its shrink, and
 FEWEST_BESIDE = 24  # with tiles: a product of fewer does not last as long as its shrink
@@ -214,6 +215,46 @@ def experts_schedules(
     return schedule(features, into), schedule(64, out), ring_rows
 
 
+def experts_schedules_of_tiles(
+    rows: int,
+    groups: int,
+    width: int,
+    hidden: int,
+    biased: bool = False,
+    shrink: ShrinkSchedule | None = None,
+) -> tuple[ProductSchedule, ProductSchedule, int] | None:
+    """The same of few rows in tiles of their groups.
+
+    Args:
+      shrink: that of down, beside the products, of one block of ranks.
+
+    Returns:
+      None where products apart are as good: with more rows, or with so few tiles that each program
+      has to draw all that it can.
+    """
+    tiles = _most_tiles(rows, groups)
+    if rows / groups > MOST_OF_GROUP or tiles * -(-width // 64) < 2 * PROGRAMS:
+        return None
+    heights, buffers, ring_rows = _heights(rows, groups), 2, 128
+    words = 4 * TILES * words_of_tile(heights)
+    buffer = min(CHUNK, heights[-1]) * 64 * 2
+    free = SHARED_MEMORY - 2 * (_whole(words, ARRAY) + _whole(buffers * buffer, ARRAY))
+    if biased:
+        free -= _whole(2 * TILES * ring_rows, ARRAY)
+    if shrink:
+        height = shrink.heights[-1]
+        free -= (2 + shrink.stages * SHRINK_STEPS) * height * 128
+        free -= shrink.stages * SHRINK_STEPS * 64 * 128
+    stages = min(12, free // ((ring_rows + heights[-1]) * 128))
+
+    def schedule(blocks: int, slices: int):
+        programs = min(PROGRAMS, tiles * slices)
+        return ProductSchedule(blocks, 1, heights, 1, stages, buffers, programs, 1)
+
+    # 64 features of gate and of up, or 128 of down.
+    return schedule(1, -(-width // 64)), schedule(2, -(-hidden // 128)), ring_rows
+
+
 def _narrow(width: int, made_ranks: int) -> int:
     """Features of a tile of a layer of so few that programs of 64 would draw less than memory has.
 
@@ -390,6 +431,11 @@ def shrink_schedule(
         min(12, free // stage),
         min(programs, units),
     )
+
+
+def shrink_of_tiles(tile: int) -> ShrinkSchedule:
+    """That of down in the kernel of the experts: a unit is a tile of rows."""
+    return ShrinkSchedule(None, False, tile, (BLOCK_OF_ROWS,), 2, PROGRAMS)
 
 
 def shrink_beside(

@@ -26,7 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, group_of, slot_of
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import SHRINK_STEPS, ShrinkSchedule
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    BLOCK_OF_ROWS,
+    SHRINK_STEPS,
+    ShrinkSchedule,
+)
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, Span
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.memory import from_first, views_of
@@ -180,38 +184,54 @@ def for_blocks(layout: ShrinkLayout, program, place, run_end, handle):
     s, apart = layout.schedule, jnp.int32(layout.parts_apart)
     units = _units_of_program(layout.units, program, s.programs)
 
-    def run_at(part, row, end):
-        found = place[row]
-        rows = jnp.minimum(run_end[row], end) - row
-        return _Run(part, slot_of(found), group_of(found), row, rows)
-
-    def ended(part, end):
-        return _Run(part, jnp.int32(-1), jnp.int32(0), end, jnp.int32(0))
-
     def block_of(i):
         number = program + i * s.programs
         begin = jnp.minimum(lax.div(number, apart) * s.block, layout.rows - 1)
         return lax.rem(number, apart), begin, jnp.minimum(begin + s.block, layout.rows)
 
+    for_units(units, block_of, place, run_end, handle)
+
+
+def for_units(units, block_of, place, run_end, handle, begin=None, end=None):
+    """handle(run, step) for each adapted run of a program's units, of at most so many rows each.
+
+    Args:
+      block_of: of a unit's number, its part, its first row and the one past its last.
+      begin, end: called with its number before a unit's first run, and after its last.
+    """
+
+    def run_at(part, row, past):
+        found = place[row]
+        rows = jnp.minimum(jnp.minimum(run_end[row], past) - row, BLOCK_OF_ROWS)
+        return _Run(part, slot_of(found), group_of(found), row, rows)
+
+    def ended(part, past):
+        return _Run(part, jnp.int32(-1), jnp.int32(0), past, jnp.int32(0))
+
     def unit(i, state):
         first, step = state
-        part, _, end = block_of(i)
+        part, _, past = block_of(i)
         # The last one waits for no other's words.
         following = lax.cond(
-            i + 1 < units, lambda: run_at(*block_of(i + 1)), lambda: ended(part, end)
+            i + 1 < units, lambda: run_at(*block_of(i + 1)), lambda: ended(part, past)
         )
+        if begin is not None:
+            begin(i)
 
         def run(state):
             found, step = state
             # Read before this run is worked on.
             row = found.row + found.rows
-            after = lax.cond(row < end, lambda: run_at(part, row, end), lambda: ended(part, end))
+            after = lax.cond(row < past, lambda: run_at(part, row, past), lambda: ended(part, past))
             step = lax.cond(
                 found.slot >= 0, lambda step: handle(found, step), lambda step: step, step
             )
             return after, step
 
-        return following, lax.while_loop(lambda state: state[0].row < end, run, (first, step))[1]
+        step = lax.while_loop(lambda state: state[0].row < past, run, (first, step))[1]
+        if end is not None:
+            end(i)
+        return following, step
 
     lax.fori_loop(0, units, unit, (run_at(*block_of(0)), jnp.int32(0)))
 

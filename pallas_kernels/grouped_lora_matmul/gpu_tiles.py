@@ -26,6 +26,7 @@ class Tile(NamedTuple):
 
     Attributes:
       slot: where in shared memory its words are.
+      number: of its rows in the table.
       group, row, rows: whose rows, the first, and how many.
       k_steps: stages of the K loop; 0 for rows past the last group, which become zeros.
       feature: the first of the tile's features.
@@ -34,6 +35,7 @@ class Tile(NamedTuple):
     """
 
     slot: jax.Array
+    number: jax.Array
     group: jax.Array
     row: jax.Array
     rows: jax.Array
@@ -92,14 +94,14 @@ class TileFeed:
         layout = self.layout
         return equal_tile(layout.rows, layout.groups, self.schedule.heights[-1], tile)
 
-    def tile_of(self, i, words, slice_of, place) -> Tile:
+    def tile_of(self, i, number, words, slice_of, place) -> Tile:
         layout = self.layout
         row, rows, group = words
         k_steps = jnp.where(group < layout.groups, layout.k_steps, 0)
         group = jnp.minimum(group, layout.groups - 1)
         feature = slice_of * self.schedule.features
         slot = lax.rem(i, jnp.int32(TILES))
-        return Tile(slot, group, row, rows, k_steps, feature, jnp.int32(0), place)
+        return Tile(slot, number, group, row, rows, k_steps, feature, jnp.int32(0), place)
 
     def read(self, i, placed: bool = True) -> Tile:
         """From the table; the words past its end are read, early, but nothing uses them.
@@ -107,7 +109,8 @@ class TileFeed:
         Args:
           placed: False for tiles of equal groups whose place is read later, see `placed`.
         """
-        (tile, slice_of), place = self.number(i), None
+        (number, slice_of), place = self.number(i), None
+        tile = number
         if self.layout.equal:
             words = self.equal_tile(tile)
         elif self.layout.single_rows:
@@ -118,7 +121,7 @@ class TileFeed:
         else:
             tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
             words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
-        tile = self.tile_of(jnp.int32(i), words, slice_of, place)
+        tile = self.tile_of(jnp.int32(i), number, words, slice_of, place)
         return self.placed(tile) if placed and place is None else tile
 
     def placed(self, tile: Tile) -> Tile:
@@ -195,7 +198,7 @@ class TileFeed:
             words = tile, jnp.int32(1), group_of(place)
         else:
             words = [self.in_memory[slot, word] for word in range(3)]
-        return self.tile_of(i, words, slice_of, place)
+        return self.tile_of(i, tile, words, slice_of, place)
 
     @staticmethod
     def word_of(first, row):

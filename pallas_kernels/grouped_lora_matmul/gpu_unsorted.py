@@ -7,7 +7,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_rows import place_of
@@ -16,19 +15,19 @@ from pallas_kernels.hopper.rows import layout_of_row
 
 
 def lay_out(x, groups: int, group, token_slots, valid):
-    """The x of all rows, their places, and the word that programs count up, zero.
+    """The x of all rows, their places, and the words that programs count up, zeros.
 
     Args: see `gpu_dispatch.dispatch_few`; K a multiple of `rows.THREADS`.
 
     Returns:
-      [M, K], int32 [M], int32 [1].
+      [M, K], int32 [M], int32 [M].
     """
     rows, choices = group.size, group.shape[1]
     kernel = plgpu.kernel(
         functools.partial(_body, groups, choices),
         out_type=[
             jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype),
-            *(jax.ShapeDtypeStruct((count,), jnp.int32) for count in (rows, 1)),
+            *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 2,
         ],
         grid=(rows,),
         grid_names=("row",),
@@ -53,9 +52,5 @@ def _body(groups: int, choices: int, group, token_slots, *refs):
         works &= its[token] != 0
     number = jnp.where(works, jnp.minimum(number, groups), groups)
     place[row] = place_of(number, slot, groups)
-
-    @pl.when(row == 0)
-    def _none_arrived():
-        arrivals[0] = 0
-
+    arrivals[row] = 0
     y.at[row][...] = values

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_lora_matmul import gpu_dispatch, gpu_rows, gpu_spread
-from pallas_kernels.grouped_lora_matmul.gpu_experts import Product, experts_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_experts import Product, Shrink, experts_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import RANKS, Inner, Unmade
@@ -21,10 +21,13 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BYTES_BESIDE,
     ProductSchedule,
     experts_schedules,
+    experts_schedules_of_tiles,
     packed_columns,
     product_schedule,
+    rank_step,
     rank_tile,
     shrink_beside,
+    shrink_of_tiles,
     shrink_schedule,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
@@ -34,7 +37,7 @@ from pallas_kernels.hopper.machine import runs_all_programs_at_once
 from pallas_kernels.routing_plan.api import local_groups
 
 READS_LAYERS = True
-EXPERTS_AT_ONCE = gpu_rows.UNSORTED_ROWS
+EXPERTS_AT_ONCE = gpu_rows.FEW_ROWS
 MAX_RANK = 128
 MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
 
@@ -120,16 +123,24 @@ def product(
 
 
 def experts(x, gate_up, bias, down, tables: Tables, into, out, gate):
-    """Gate, up and down of rows that are a tile each, in one kernel; see `differentiable.py`.
+    """Gate, up and down of few rows, in one kernel; see `differentiable.py`.
 
-    None for other rows, for adapters that have rank classes, for those that share the factors which
-    are multiplied once for each token, and for ranks that do not fit beside W.
+    None for more rows, for adapters that share the factors which are multiplied once for each
+    token, and for ranks that do not fit beside W, or for rank classes of very few rows.
     """
-    if not tables.rows_alone or bool(into) != bool(out) or not runs_all_programs_at_once():
+    can_wait = tables.arrivals is not None and runs_all_programs_at_once()
+    if bool(into) != bool(out) or not can_wait:
         return None
-    groups, has_classes = gate_up.shape[0], any(term.first for term in (*into, *out))
     rows_share = [term.pair.a for term in into] + [term.pair.b for term in out]
-    if has_classes or any(factor.shape[1] < groups for factor in rows_share):
+    if any(factor.shape[1] < gate_up.shape[0] for factor in rows_share):
+        return None
+    arguments = x, gate_up, bias, down, tables, into, out, gate
+    return (_experts_of_rows if tables.rows_alone else _experts_of_tiles)(*arguments)
+
+
+def _experts_of_rows(x, gate_up, bias, down, tables: Tables, into, out, gate):
+    """Rows that are a tile each: products make u of them."""
+    if any(term.first for term in (*into, *out)):
         return None
     width, hidden = gate_up.shape[1] // 2, down.shape[1]
     starts = tuple(term.start for term in into), (0,) * len(out)
@@ -146,8 +157,52 @@ def experts(x, gate_up, bias, down, tables: Tables, into, out, gate):
     if found is None:
         return None
     *schedules, ring_rows = found
-    products = map(Product, (gate_up, down), terms, starts, schedules, (bias, None))
+    firsts = [(0,) * len(its) for its in starts]
+    products = map(Product, (gate_up, down), terms, starts, firsts, schedules, (bias, None))
     return experts_kernel(tables, x, *products, gate, ring_rows)
+
+
+def _experts_of_tiles(x, gate_up, bias, down, tables: Tables, into, out, gate):
+    """Rows in tiles: u of gate and up is made before, that of down in the same kernel."""
+    sizes = x.shape[0], gate_up.shape[0], gate_up.shape[1] // 2, down.shape[1], bias is not None
+    starts, firsts = (
+        [tuple(getattr(term, name) for term in its) for its in (into, out)]
+        for name in ("start", "first")
+    )
+    of_down, terms = None, [None, None]
+    if into:
+        (a, b, scalings), (a_down, b_down, scalings_down) = (
+            tuple(tuple(getattr(term.pair, name) for term in its) for name in Lora._fields)
+            for its in (into, out)
+        )
+        of_down = _shrink_of_tiles(x, down, *_whole_factors(a_down, scalings_down), firsts[1])
+        factors = [tuple(map(_whole_ranks, its)) for its in (b, b_down)]
+        steps = {rank_step(max(factor.shape[2] for factor in its)) for its in factors}
+        # Stages have ranks of one number; h of one line of columns has another that is not written.
+        if of_down is None or len(steps) > 1 or down.shape[2] < 128:
+            return None
+    found = experts_schedules_of_tiles(*sizes, of_down and of_down.layout.schedule)
+    if found is None:
+        return None
+    *schedules, ring_rows = found
+    if into:
+        u = shrink(x, tables, a, (0,) * len(a), scalings, firsts[0])
+        terms = map(Terms, (u, ()), factors)
+    products = map(Product, (gate_up, down), terms, starts, firsts, schedules, (bias, None))
+    return experts_kernel(tables, x, *products, gate, ring_rows, of_down)
+
+
+def _shrink_of_tiles(x, down, factors, scalings, firsts) -> Shrink | None:
+    """That of down in the kernel of the experts; None with more ranks than a block has."""
+    firsts = tuple(dict.fromkeys(firsts))
+    ranks = widest_ranks(factors, len(firsts))
+    tile = rank_tile(max(ranks))
+    if max(ranks) > 64:
+        return None
+    h = jax.ShapeDtypeStruct((x.shape[0], down.shape[2]), x.dtype)
+    schedule = shrink_of_tiles(tile)
+    layout = ShrinkLayout(h, factors, scalings, firsts, (0,), schedule, False)
+    return Shrink(factors, scalings, layout)
 
 
 def _terms(x, tables, u, factors, starts, firsts, gate, schedule, is_dense):

@@ -127,12 +127,15 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
             yield f"{name} of classes", *with_bias(name, product_of_classes(*sizes))
 
     # One token's rows are a tile each, and their products make u themselves.
-    few_rows = jax.eval_shape(
-        lambda x, *routing: mosaic_gpu.dispatch(x, groups, slots, *routing, None)[0].tables,
-        array(1, hidden),
-        number(1, shape.top_k),
-        number(1),
-    )
+    def tables_of(tokens):
+        return jax.eval_shape(
+            lambda x, *routing: mosaic_gpu.dispatch(x, groups, slots, *routing, None)[0].tables,
+            array(tokens, hidden),
+            number(tokens, shape.top_k),
+            number(tokens),
+        )
+
+    few_rows = tables_of(1)
 
     def product_of_few(its, count, of, k, widths, **static):
         starts = tuple(sum(widths[:part]) for part in range(len(widths)))
@@ -169,7 +172,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "down of one token", *product_of_few(*of_token, wide, (hidden,))
 
     def experts(x, gate_up, bias, down, its, *pairs):
-        gate, up, down_pair = (Lora(*pair) for pair in pairs)
+        gate, up, down_pair = (Lora(*pair) for pair in pairs) if pairs else [None] * 3
         into, out = terms_of_parts((wide, wide), (gate, up)), terms_of_part(0, down_pair)
         return mosaic_gpu.experts(x, gate_up, bias, down, its, into, out, shape.gate)
 
@@ -182,6 +185,10 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     pairs = pair(hidden, wide), pair(hidden, wide), pair(wide, hidden)
     arguments = array(shape.top_k, hidden), *weights, few_rows, *pairs
     yield "experts of one token", experts, arguments
+    few = min(tokens, FEW)
+    arguments = array(few * shape.top_k, hidden), *weights, tables_of(few)
+    yield "experts of few tokens without adapters", experts, arguments
+    yield "experts of few tokens", experts, (*arguments, *pairs)
     # Whose shrink is in their product's kernel.
     yield "dense of few tokens", *dense(min(tokens, FEW), (4096, 512, 512))
     yield "narrow of few tokens", *dense(min(tokens, FEW), (2048,))

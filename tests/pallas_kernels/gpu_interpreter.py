@@ -20,16 +20,18 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from pallas_kernels import implementation
 from pallas_kernels.grouped_lora_matmul import gpu_outer, gpu_rows, gpu_spread
 from pallas_kernels.grouped_lora_matmul.gate import gated
-from pallas_kernels.grouped_lora_matmul.gpu_experts import Product, experts_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_experts import Product, Shrink, experts_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BYTES_BESIDE,
+    ProductSchedule,
     experts_schedules,
     packed_columns,
     product_schedule,
     rank_tile,
+    shrink_of_tiles,
     shrink_schedule,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
@@ -315,7 +317,7 @@ def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, wid
     @jax.jit
     def run(tables, x, arrays):
         both = (
-            Product(w, terms, starts, schedule, bias)
+            Product(w, terms, starts, (0,) * len(starts), schedule, bias)
             for (w, terms, bias), (_, starts, _), schedule in zip(
                 arrays, products, schedules, strict=True
             )
@@ -323,6 +325,47 @@ def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, wid
         return experts_kernel(tables, x, *both, into.gate, ring_rows, interpreted=True)
 
     return interpret(run, tables, call[0], [its[0] for its in products])
+
+
+def experts_of_tiles(into: ProductCase, out: InnerCase, batch, seed=0):
+    """Both products in one kernel, whose one program has all tiles; (found, expected)."""
+    x, w, group_sizes, row_slots, u, factors = arguments = into.arguments(*batch, seed)
+    group = groups_of_rows(group_sizes, into.rows)
+    group = np.where(group < 0, into.groups, group)
+    _, w_out, a, b, scalings = out.arguments_of(group, np.asarray(row_slots), seed + 1)
+    heights = product_schedule(into.rows, into.groups, 64).heights
+    schedules = [ProductSchedule(blocks, 1, heights, 1, 3, 2, 1, 1) for blocks in (1, 2)]
+    ranks = [[term.rank for term in case.terms] or [8] for case in (into, out)]
+    columns, _ = packed_columns(tuple(ranks[0]), rank_tile(max(ranks[0])))
+    ring_rows, tile = 128, rank_tile(max(ranks[1]))
+
+    @jax.jit
+    def run(tables, x, u, of_into, of_out):
+        (w, factors, bias), (w_out, a, b, scalings) = of_into, of_out
+        terms, shrink = (None, None), None
+        if factors:
+            its = map(Columns, [u] * len(columns), columns, ranks[0])
+            terms = Terms(tuple(its), factors), Terms((), b)
+            h = jax.ShapeDtypeStruct((into.rows, out.k), x.dtype)
+            schedule = dataclasses.replace(shrink_of_tiles(tile), programs=1)
+            layout = ShrinkLayout(h, a, scalings, (0,), (0,), schedule, True)
+            shrink = Shrink(a, scalings, layout)
+        products = (
+            Product(w, terms[0], *into.of_terms.values(), schedules[0], bias),
+            Product(w_out, terms[1], *out.of_terms.values(), schedules[1]),
+        )
+        known = ring_rows, shrink
+        return experts_kernel(tables, x, *products, into.gate, *known, interpreted=True)
+
+    of_into = w, factors, into.bias("bfloat16")
+    of_out = w_out, tuple(a), tuple(b), tuple(scalings)
+    if into.layered:
+        of_into, of_out = in_layers((of_into, of_out))
+    tables = tables_of(into.groups)(group_sizes, row_slots)
+    u = into.packed(u) if into.terms else None
+    found = interpret(run, tables, x, u, of_into, of_out)
+    h = into.expect(*arguments).astype(jnp.bfloat16)
+    return found, out.of_rows(h, w_out, a, b, scalings, group, np.asarray(row_slots))
 
 
 @dataclasses.dataclass(frozen=True)

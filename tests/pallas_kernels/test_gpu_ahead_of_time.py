@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 47
+CALLS = 49
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
@@ -43,6 +43,7 @@ KERNELS = {
     "latent attention of few": 2,
     "narrow float32 of few": 2,
     "dense of many tokens": 2,
+    "experts of few tokens": 2,
     "route": 0,  # Triton's: one for few rows, one for tiles and one for runs of many
 }
 # u of 64 ranks at most is made by the product of gate and up, or by one shrink.
@@ -95,6 +96,7 @@ def test_decode():
             "gate_up gated,gate_up float32,shrink,spread,route,"
             "gate_up gated of classes,shrink of classes,"
             "gate_up gated of one token,experts of one token,narrow of one token,"
+            "experts of few tokens,"
             "dense of few tokens,narrow of few tokens,"
             "layered dense of one token,layered narrow of few tokens,"
             "rotation,rotation without norms,"

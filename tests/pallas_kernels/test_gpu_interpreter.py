@@ -238,6 +238,39 @@ def test_experts_in_one_kernel(name):
     assert_close(found, out.of_rows(h, *of_out[1:], group, slots))
 
 
+TILES = {
+    "adapters": ((Term(0, 128, 24), Term(128, 128, 8)), (Term(0, 192, 32),), Gate(), False),
+    "shared factors": (
+        (Term(0, 128, 40, shared=True), Term(128, 128, 40)), (Term(0, 192, 56),), Gate(), True
+    ),
+    "none": ((), (), GPT_OSS, True),
+}  # fmt: skip
+
+
+def check_experts_of_tiles(name, data, seed=0):
+    into, out, gate, biased = TILES[name]
+    layered = not biased
+    into = ProductCase(40, 192, 256, into, gate=gate, biased=biased, layered=layered)
+    out = InnerCase(40, 128, 192, out, groups=into.groups, slots=into.slots, layered=layered)
+    batch = data.draw(batches(into.rows, into.groups, into.slots))
+    assert_close(*gpu_interpreter.experts_of_tiles(into, out, batch, seed))
+
+
+@pytest.mark.parametrize("name", TILES)
+@settings(QUICK, max_examples=2)
+@given(data=st.data())
+def test_experts_of_tiles_in_one_kernel(name, data):
+    check_experts_of_tiles(name, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TILES)
+@settings(QUICK, max_examples=8)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_many_experts_of_tiles(name, data, seed):
+    check_experts_of_tiles(name, data, seed)
+
+
 @pytest.mark.parametrize("name", BESIDE)
 @settings(QUICK, max_examples=2)
 @given(data=st.data())

@@ -208,9 +208,12 @@ def check_route(found: gpu_rows.Route, group, slot, groups):
     assert found.token.tolist() == (order // choices).tolist()
     assert found.position.shape == group.shape
     assert found.position.reshape(-1)[order].tolist() == list(range(rows))
+    if found.tables.arrivals is None:
+        assert rows > FEW_ROWS or groups > MAX_GROUPS
+    else:
+        assert found.tables.arrivals.tolist() == [0] * rows * (1 if rows <= UNSORTED_ROWS else 2)
     if rows <= UNSORTED_ROWS:
         check_unsorted(found.tables, place)
-        assert found.tables.arrivals.tolist() == [0]
         return
     check_runs(found.tables, place[order])
     check_tiles(found.tables.tiles, place[order], groups)

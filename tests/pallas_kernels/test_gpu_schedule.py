@@ -230,6 +230,51 @@ def test_experts_in_one_kernel_share_a_ring(name, rank, biased):
     assert max(ends) <= ring_rows
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rank", [0, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [3, 8, 64, 128, 256])
+@pytest.mark.parametrize("name", EXPERT_SHAPES)
+def test_experts_of_tiles_share_a_ring(name, tokens, rank, biased):
+    shape = EXPERT_SHAPES[name]
+    hidden, wide, groups = shape.hidden, shape.intermediate, shape.experts
+    rows, shrink = tokens * shape.top_k, None
+    if rank:
+        schedule, down = gs.shrink_of_tiles(gs.rank_tile(rank)), array(8, groups, rank, wide)
+        sizes = (down,), (array(8, 1, dtype=jnp.float32),), (0,), (0,), schedule, False
+        shrink = gpu_shrink_layout.ShrinkLayout(array(rows, wide), *sizes)
+        assert shrink.a_blocks == 1 and shrink.schedule.heights == (gs.BLOCK_OF_ROWS,)
+    found = gs.experts_schedules_of_tiles(
+        rows, groups, wide, hidden, biased, shrink and shrink.schedule
+    )
+    if found is None:
+        assert rows > gs.MOST_OF_GROUP * groups or rows * (wide // 64) < 2 * MULTIPROCESSORS
+        return
+    assert rows <= gs.MOST_OF_GROUP * groups
+    *schedules, ring_rows = found
+    sizes = (hidden, wide, 2), (wide, hidden, 1)
+    into, out = (
+        product_layout(
+            schedule,
+            rows,
+            groups,
+            k,
+            width,
+            parts,
+            (rank,) * parts if rank else (),
+            ring_rows=ring_rows,
+            biased=biased and parts == 2,
+        )
+        for schedule, (k, width, parts) in zip(schedules, sizes, strict=True)
+    )
+    assert shared_memory(gpu_experts._scratch((into, out), shrink)) <= LIMIT
+    assert into.schedule.stages == out.schedule.stages >= gs.STAGES
+    assert into.block_rows == out.block_rows == into.w_rows == out.w_rows == ring_rows
+    for name in ("x_stage", "w_stage"):
+        # The same in both: what they overlay, and how stages follow each other.
+        left, right = (str(layout.scratch()[name]) for layout in (into, out))
+        assert left == right
+
+
 @pytest.mark.parametrize(
     "width, made_ranks, features",
     [(5120, 0, 64), (5120, 48, 64), (2048, 0, 32), (2048, 32, 32), (2048, 48, 16), (128, 16, 16)],

@@ -71,9 +71,12 @@ def test_every_number_of_tokens(name, tokens):
     assert found.shape == (tokens, EXPERT_SHAPES[name].hidden) and found.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("tokens, rank, shrinks", [(1, 32, 0), (1, 64, 1), (3, 32, 2)])
-def test_products_of_one_token_make_u(tokens, rank, shrinks):
-    """Where the ranks of gate and up fit into a block; of down alone they do."""
+@pytest.mark.parametrize(
+    "tokens, rank, shrinks", [(1, 32, 0), (1, 64, 1), (3, 32, 1), (3, 128, 2), (300, 32, 2)]
+)
+def test_kernels_that_make_u(tokens, rank, shrinks):
+    """Products of one token do where ranks fit into a block, those of gate and up or of down alone;
+    and experts in one kernel do for down."""
     function, arguments = layer("qwen3-30b-a3b", tokens, rank)
     kernels = re.findall(r"lora_shrink_r\d+_k\d+_x\d", str(jax.make_jaxpr(function)(*arguments)))
     assert len(set(kernels)) == shrinks, kernels
