@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Gate, Layered, Lora, moe_mlp
+from tests.pallas_kernels.class_cases import RankClass, in_classes, padded
 
 TOKENS, CHOICES, EXPERTS, SLOTS, RANK = 13, 3, 5, 3, 4
 HIDDEN, WIDTH = 128, 64  # served by every kernel
@@ -189,6 +190,72 @@ def test_one_token_of_an_engine_with_slots(rank, implementation, dtype):
     np.testing.assert_array_equal(run(implementation, call | slots), base)
     its = run(implementation, call | slots | {"token_slots": np.array([1], np.int32)})
     assert abs(its - base).max() > 0.01
+
+
+def decode_step(ranks, dtype, slots=5):
+    """So many experts' tiles that a GPU has one kernel for them; the ranks of gate and up, and of
+    down."""
+    tokens, choices, groups, hidden, width = 40, 4, 16, 256, 1536
+    rng = np.random.default_rng(ranks)
+
+    def normal(*shape):
+        return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(dtype)
+
+    def pair(rank, n_in, n_out):
+        a, b = normal(slots, groups, rank, n_in), normal(slots, groups, rank, n_out)
+        return Lora(a, b * dtype.type(rank), np.ones((slots, groups), np.float32))
+
+    return dict(
+        x=normal(tokens, hidden) * dtype.type(hidden**0.5),
+        experts=np.argsort(rng.random((tokens, groups)))[:, :choices].astype(np.int32),
+        weights=rng.uniform(0.1, 1, (tokens, choices)).astype(np.float32),
+        token_slots=rng.integers(-1, slots, tokens).astype(np.int32),
+        gate_up=normal(groups, 2 * width, hidden),
+        down=normal(groups, hidden, width),
+        lora_gate=pair(ranks[0], hidden, width),
+        lora_up=pair(ranks[0], hidden, width),
+        lora_down=pair(ranks[1], width, hidden),
+    )
+
+
+@pytest.mark.parametrize(
+    "ranks", [(16, 16), *(pytest.param(its, marks=pytest.mark.slow) for its in [(64, 40), (8, 32)])]
+)
+def test_tokens_of_a_decode_step(ranks, implementation, dtype):
+    """Alone, in order of another batch, or beside a slot of NaN, they have the same bits."""
+    call = decode_step(ranks, dtype)
+    everyone = run(implementation, call)
+    for token in (0, 17, 39):
+        alone = call | {name: call[name][token : token + 1] for name in TOKEN_ARRAYS}
+        np.testing.assert_array_equal(run(implementation, alone)[0], everyone[token])
+    order = np.random.default_rng(2).permutation(len(everyone))
+    moved = call | {name: call[name][order] for name in TOKEN_ARRAYS}
+    np.testing.assert_array_equal(run(implementation, moved), everyone[order])
+    broken, others = dict(call), call["token_slots"] != 1
+    for name in LORA:
+        broken[name] = call[name]._replace(a=call[name].a.copy(), b=call[name].b.copy())
+        broken[name].a[1] = broken[name].b[1] = np.nan
+    found = run(implementation, broken)
+    np.testing.assert_array_equal(found[others], everyone[others])
+    assert not np.isfinite(found[~others]).any()
+
+
+def test_a_decode_step_in_rank_classes(implementation, dtype):
+    """Slots of two ranks have the bits of their zeros in one bank; rows of no group are zeros."""
+    classes = [RankClass(3, 8), RankClass(2, 32)]
+    call = decode_step((32, 32), dtype)
+    one, several = dict(call), dict(call)
+    for name in LORA:
+        pair = call[name]
+        one[name] = pair._replace(a=padded(pair.a, classes), b=padded(pair.b, classes))
+        several[name] = in_classes(pair, classes)
+    valid = np.arange(len(call["x"])) % 5 > 0
+    found = run(implementation, several, valid=valid)
+    np.testing.assert_array_equal(found, run(implementation, one, valid=valid))
+    assert not found[~valid].any() and found[valid].any(axis=1).all()
+    without = run(implementation, call | dict.fromkeys(LORA), valid=valid)
+    base = call["token_slots"] < 0
+    np.testing.assert_array_equal(found[base], without[base])
 
 
 def test_without_adapters(implementation, dtype):
