@@ -64,7 +64,7 @@ class ProductConsumer:
         return end
 
     def compute_tile(self, tile: Tile, by_run, step, i):
-        """Computes the i-th tile, or each of its runs as a tile of its own; returns the next step."""
+        """Computes the i-th tile, or each run of it as a tile of its own; returns the next step."""
         if not self.layout.in_place:
             return self.compute_part(tile, step, i)
         return self.feed.for_parts(tile, by_run, self.compute_part, step)

@@ -176,7 +176,8 @@ class TileFeed:
 
     def bias_of(self, tile: Tile, block):
         """The bias of a block's features, float32 [64]; zeros for rows past the last group."""
-        features = pl.ds(pl.multiple_of(block * 64, 64), 64)
+        first = block * 64 if isinstance(block, int) else pl.multiple_of(block * 64, 64)
+        features = pl.ds(first, 64)
         bias = plgpu.load(
             self.bias_in_memory.at[tile.slot, features],
             layout=plgpu.Layout.WGMMA.reduce(1),
