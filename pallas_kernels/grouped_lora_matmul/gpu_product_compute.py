@@ -87,7 +87,7 @@ class ProductConsumer:
                 store()
             else:
                 pl.when(tile.rows > chunk[0].start)(store)
-        if not self.layout.narrow:
+        if not self.layout.stores_rows:
             self.store_rest(tile)
         return step
 
@@ -274,8 +274,8 @@ class ProductConsumer:
                 ]
                 plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
 
-            if layout.narrow:
-                self.store_narrow(tile, buffer)
+            if layout.stores_rows:
+                self.store_row_by_row(tile, buffer, block)
             else:
                 pl.when(tile.rows >= begin + layout.chunk)(store)
             plgpu.commit_smem_to_gmem_group()
@@ -287,14 +287,14 @@ class ProductConsumer:
         bias = self.feed.bias_of(tile, self.block_of(i))
         return [piece + lax.broadcast_in_dim(bias, piece.shape, [0]) for piece in pieces]
 
-    def store_narrow(self, tile, buffer):
-        """Writes the rows of a tile of part of a block, one by one: together they are not dense."""
-        width = self.schedule.width
+    def store_row_by_row(self, tile, buffer, block):
+        """Writes a block of a tile of one chunk."""
+        width, columns = self.schedule.width, self.columns_of(tile, block)
 
         def store(row, carry):
             plgpu.copy_smem_to_gmem(
                 buffer.at[pl.ds(row, 1), pl.ds(0, width)],
-                self.y.at[pl.ds(tile.row + row, 1), pl.ds(tile.feature, width)],
+                self.y.at[pl.ds(tile.row + row, 1), columns],
                 commit_group=False,
             )
             return carry
@@ -324,4 +324,5 @@ class ProductConsumer:
 
     def columns_of(self, tile, block):
         """The output columns of a block."""
-        return pl.ds(tile.feature + (self.warpgroup * self.schedule.blocks + block) * 64, 64)
+        s = self.schedule
+        return pl.ds(tile.feature + (self.warpgroup * s.blocks + block) * 64, s.width)

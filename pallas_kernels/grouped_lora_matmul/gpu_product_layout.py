@@ -94,6 +94,10 @@ class ProductLayout:
         # Rows of W, and of A after it, that follow each other: a block is any 64 of them. Products
         # that have the same ring, one after the other, have as many in a stage.
         self.narrow = schedule.width < 64
+        # One by one: of part of a block, rows are not dense together; and of the experts' low tiles
+        # each size of a copy would be one more that the host has to describe, which takes the
+        # compiler more than in proportion.
+        self.stores_rows = self.narrow or ring_rows > 0
         self.by_rows = self.narrow or self.inner is not None or ring_rows > 0
         if self.by_rows:
             used = self.inner.used if self.inner else 0
