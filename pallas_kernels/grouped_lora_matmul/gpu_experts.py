@@ -43,7 +43,7 @@ from pallas_kernels.hopper.arrivals import Arrivals, Made
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
-from pallas_kernels.layered import LAYER_OPERANDS, layer_operands, merged, number_of
+from pallas_kernels.layered import layer_operands, merged, number_of
 
 COMMON = "x_stage", "w_stage", "empty", "own_u"  # what the products have in turns
 
@@ -66,6 +66,31 @@ class Shrink(NamedTuple):
     factors: tuple[jax.Array, ...]
     scalings: tuple[jax.Array, ...]
     layout: ShrinkLayout
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads; None, or nothing, is what it has not.
+
+    Attributes:
+      layer: see `number_of`. arrivals: those of the tables.
+      count: of the tiles, in its last element; words: theirs, or each row's place where every row
+        is a tile. places, run_ends: of rows; places of those are words.
+      u: that of gate and up's terms. into, out: W and its bias; B, A and the scaling of each term.
+      factors, scalings: of the shrink of down.
+    """
+
+    layer: tuple
+    arrivals: jax.Array | None
+    count: jax.Array | None
+    words: jax.Array
+    places: jax.Array | None
+    run_ends: jax.Array | None
+    x: jax.Array
+    u: tuple
+    into: list
+    out: list
+    factors: list
+    scalings: list
 
 
 def experts_kernel(
@@ -93,10 +118,9 @@ def experts_kernel(
       [M, N of down] in x's dtype.
     """
     rows, dtype = x.shape[0], x.dtype
-    h = jax.ShapeDtypeStruct((rows, into.w.shape[1] // 2), dtype)
-    u = []
+    u = ()
     if shrink is not None:
-        u.append(jax.ShapeDtypeStruct((rows, shrink.layout.columns), dtype))
+        u = (jax.ShapeDtypeStruct((rows, shrink.layout.columns), dtype),)
         ranks = (factor.shape[2] for factor in shrink.factors)
         found = map(Columns, u * len(shrink.factors), shrink.layout.first_columns, ranks)
         out = out._replace(terms=out.terms._replace(u=tuple(found)))
@@ -106,16 +130,15 @@ def experts_kernel(
         static = gate, tables, interpreted, dtype, ring_rows
         return ProductLayout(x, product.w, *lora, 2, *static, bias=product.bias)
 
+    h = jax.ShapeDtypeStruct((rows, into.w.shape[1] // 2), dtype)
     layouts = layout_of(x, into, gate), layout_of(h, out, None)
-    first, (of_h, of_y) = (
-        layouts[0],
-        (jax.ShapeDtypeStruct((rows, whole_lines(layout.width, 64)), dtype) for layout in layouts),
+    of_h, of_y = (
+        jax.ShapeDtypeStruct((rows, whole_lines(layout.width, 64)), dtype) for layout in layouts
     )
-    programs = max(product.schedule.programs for product in (into, out))
     kernel = plgpu.kernel(
         functools.partial(_body, layouts, shrink and shrink.layout),
-        out_type=[of_h, *u, of_y],
-        grid=(programs,),
+        out_type=[of_h, of_y, *u],
+        grid=(max(product.schedule.programs for product in (into, out)),),
         grid_names=("program",),
         num_threads=4 if shrink else 2,
         thread_name="warpgroup",
@@ -125,26 +148,35 @@ def experts_kernel(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             reduction_scratch_bytes=0,  # no sum crosses warps
         ),
-        kernel_name=f"lora_experts_of_{first.name()}",
+        kernel_name=f"lora_experts_of_{layouts[0].name()}",
     )
+    _, y, *_ = kernel(_operands(tables, x, layouts, into, out, shrink))
+    return y[:, : layouts[1].width]
+
+
+def _operands(tables: Tables, x, layouts, into: Product, out: Product, shrink: Shrink | None):
     of_adapters = into.terms.of_adapters + out.terms.of_adapters if into.terms else ()
-    to_shrink = (*shrink.factors, *shrink.scalings) if shrink else ()
-    layers = layer_operands(into.w, into.bias, out.w, out.bias, *of_adapters, *to_shrink)
-    words = (tables.place,) if tables.rows_alone else tables.tiles
-    arrivals = () if interpreted else (tables.arrivals,)
-    of_rows = ()
-    if into.terms:
-        places = () if tables.rows_alone else (tables.place,)
-        of_rows = (*places, tables.run_end, *first.distinct_u(into.terms))
-    operands = (
-        itertools.chain(*operands_of(layout, product.w, product.bias, product.terms))
+    factors, scalings = (shrink.factors, shrink.scalings) if shrink else ((), ())
+    of_layers = into.w, into.bias, out.w, out.bias, *of_adapters, *factors, *scalings
+    count, words = (None, tables.place) if tables.rows_alone else tables.tiles
+    of_into, of_out = (
+        list(itertools.chain(*operands_of(layout, product.w, product.bias, product.terms)))
         for layout, product in zip(layouts, (into, out), strict=True)
     )
-    if shrink:
-        scalings = (scaling.reshape(-1) for scaling in shrink.scalings)
-        to_shrink = [merged(its)[0] for its in (*shrink.factors, *scalings)]
-    *_, y = kernel(*layers, *arrivals, *words, x, *of_rows, *itertools.chain(*operands), *to_shrink)
-    return y[:, : layouts[1].width]
+    return _Operands(
+        layer=layer_operands(*of_layers),
+        arrivals=None if layouts[0].interpreted else tables.arrivals,
+        count=count,
+        words=words,
+        places=tables.place if into.terms and not tables.rows_alone else None,
+        run_ends=tables.run_end if into.terms else None,
+        x=x,
+        u=tuple(layouts[0].distinct_u(into.terms)) if into.terms else (),
+        into=of_into,
+        out=of_out,
+        factors=[merged(factor)[0] for factor in factors],
+        scalings=[merged(scaling.reshape(-1))[0] for scaling in scalings],
+    )
 
 
 def _scratch(layouts: tuple[ProductLayout, ProductLayout], shrink: ShrinkLayout | None = None):
@@ -164,7 +196,10 @@ def _scratch(layouts: tuple[ProductLayout, ProductLayout], shrink: ShrinkLayout 
 def _body(
     layouts: tuple[ProductLayout, ProductLayout],
     shrink_layout: ShrinkLayout | None,
-    *refs,
+    given: _Operands,
+    h,
+    y,
+    *u,
     into,
     out,
     shrink=None,
@@ -173,86 +208,54 @@ def _body(
     **common,
 ):
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    first, refs = layouts[0], list(refs)
+    first = layouts[0]
     wait_for_kernels_before(first.rows)
-
-    def take(count):
-        return [refs.pop(0) for _ in range(count)]
-
-    layer = take(LAYER_OPERANDS * first.layered)
-    words = None if first.interpreted else refs.pop(0)
-    count = first.rows
-    if not first.single_rows:
-        counts = refs.pop(0)
-        count = counts[counts.shape[0] - 1]
-    table, x = take(2)
-    places = run_ends = None
-    if first.terms:
-        places, run_ends = (table, refs.pop(0)) if first.single_rows else take(2)
-    u_into = take(len(set(first.u_array)))
-    y = refs.pop()
-    u = [refs.pop()] if shrink_layout else []
-    h = refs.pop()
-    # W and its bias; B, A and the scaling of each term.
-    operands = [
-        take(1 + layout.biased + layout.terms * (3 if layout.inner else 1)) for layout in layouts
-    ]
-    rows = count, table, places, run_ends
+    count = first.rows if first.single_rows else given.count[given.count.shape[0] - 1]
+    places = given.words if first.single_rows else given.places
+    rows = count, given.words, places, given.run_ends
     into, out = (
-        _Phase(layout, program, layer, rows, *arguments, common)
+        _Phase(layout, program, given.layer, rows, *arguments, common)
         for layout, *arguments in zip(
-            layouts, ((x, h), (h, y)), operands, (u_into, u), (into, out), strict=True
+            layouts,
+            ((given.x, h), (h, y)),
+            (given.into, given.out),
+            (given.u, u),
+            (into, out),
+            strict=True,
         )
     )
 
     def made(barrier, first, count):
-        return Made(None if words is None else Arrivals(words, first), barrier, count)
+        arrivals = None if given.arrivals is None else Arrivals(given.arrivals, first)
+        return Made(arrivals, barrier, count)
 
     h_made = made(h_said, 0, first.feature_tiles)
-    x_made = h_made
-    if shrink_layout:
-        # Who says that there is u has waited for h.
-        x_made = u_made = made(u_said, first.rows, 1)
-        factors, scalings = take(layouts[1].terms), take(layouts[1].terms)
-        make_u = functools.partial(
-            ShrinkOfTiles,
-            shrink_layout,
-            program,
-            rows=rows,
-            arrays=(h, *u),
-            factors=factors,
-            scalings=scalings,
-            scratch=shrink,
-            h_made=h_made,
-            u_made=u_made,
-        )
-
-        @pl.when(warpgroup == 2)
-        def _load_shrink():
-            make_u(number_of(layer)).load()
-
-        @pl.when(warpgroup == 3)
-        def _shrink():
-            make_u(number_of(layer)).compute()
-            # Read is enough: the kernel's end makes what was stored visible.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def wait(tile, is_first):
-        x_made.wait(tile.number, is_first)
-
-    @pl.when(warpgroup == 1)
-    def _memory():
-        steps = into.load(jnp.int32(0), None)
-        steps = out.load(steps, wait)
-        drain(common["empty"], steps, first.schedule.stages)
-        into.drain()
-        out.drain()
+    # Who says that there is u has waited for h.
+    u_made = made(u_said, first.rows, 1) if shrink_layout else h_made
 
     @pl.when(warpgroup == 0)
     def _compute():
         steps = into.compute(jnp.int32(0), h_made.say)
         out.compute(steps, None)
+        # Read is enough: the kernel's end makes what was stored visible.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(warpgroup == 1)
+    def _memory():
+        steps = into.load(jnp.int32(0), None)
+        steps = out.load(steps, lambda tile, is_first: u_made.wait(tile.number, is_first))
+        drain(common["empty"], steps, first.schedule.stages)
+        into.drain()
+        out.drain()
+
+    def shrink_of_program():
+        arrays = h, *u, given.factors, given.scalings
+        layer = number_of(given.layer)
+        return ShrinkOfTiles(shrink_layout, program, layer, rows, arrays, shrink, h_made, u_made)
+
+    if shrink_layout:
+        pl.when(warpgroup == 2)(lambda: shrink_of_program().load())
+        pl.when(warpgroup == 3)(lambda: shrink_of_program().compute())
 
 
 class _Phase:

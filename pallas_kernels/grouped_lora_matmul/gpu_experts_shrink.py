@@ -30,8 +30,8 @@ class ShrinkOfTiles:
     Args:
       rows: how many tiles there are, and references to their words, and to the place and the run
         end of each row.
-      arrays: references to h and u. factors, scalings: to those of each term. scratch: the
-        shrink's.
+      arrays: references to h and u, and lists of those to the factors and scalings of each term.
+      scratch: the shrink's.
       h_made, u_made: who says, and who is told, that a tile's rows are in memory.
     """
 
@@ -42,13 +42,11 @@ class ShrinkOfTiles:
         layer,
         rows,
         arrays,
-        factors,
-        scalings,
         scratch,
         h_made: Made,
         u_made: Made,
     ):
-        (count, words, place, run_end), (h, u) = rows, arrays
+        (count, words, place, run_end), (h, u, factors, scalings) = rows, arrays
         self.program, self.programs = program, layout.schedule.programs
         views = {
             f"{name}_views": views_of(scratch[f"{name}_stage"], 2, interpreted=layout.interpreted)[
