@@ -39,7 +39,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedu
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
-from pallas_kernels.hopper.arrivals import Arrivals, Made
+from pallas_kernels.hopper.arrivals import Made
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
@@ -107,7 +107,7 @@ def experts_kernel(
     """Runs both products.
 
     Args:
-      tables: of few rows, whose `arrivals` it uses up. x: [M, K].
+      tables: of few rows. x: [M, K].
       into: of gate and up. out: of down. Both have terms or none has. Where rows are a tile each
         they make their u.
       ring_rows: see `experts_schedules`.
@@ -225,13 +225,14 @@ def _body(
         )
     )
 
-    def made(barrier, first, count):
-        arrivals = None if given.arrivals is None else Arrivals(given.arrivals, first)
-        return Made(arrivals, barrier, count)
-
-    h_made = made(h_said, 0, first.feature_tiles)
-    # Who says that there is u has waited for h.
-    u_made = made(u_said, first.rows, 1) if shrink_layout else h_made
+    made = functools.partial(Made, given.arrivals)
+    of_h, of_y = (layout.feature_tiles for layout in layouts)
+    if shrink_layout:
+        h_made = made(0, h_said, says=of_h, waits=ShrinkOfTiles.WAITS)
+        # Who says that there is u has waited for h.
+        x_made = u_made = made(first.rows, u_said, says=1, waits=of_y)
+    else:
+        x_made = h_made = made(0, h_said, says=of_h, waits=of_y)
 
     @pl.when(warpgroup == 0)
     def _compute():
@@ -243,7 +244,7 @@ def _body(
     @pl.when(warpgroup == 1)
     def _memory():
         steps = into.load(jnp.int32(0), None)
-        steps = out.load(steps, lambda tile, is_first: u_made.wait(tile.number, is_first))
+        steps = out.load(steps, lambda tile, is_first: x_made.wait(tile.number, is_first))
         drain(common["empty"], steps, first.schedule.stages)
         into.drain()
         out.drain()

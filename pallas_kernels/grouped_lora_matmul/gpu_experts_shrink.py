@@ -35,6 +35,8 @@ class ShrinkOfTiles:
       h_made, u_made: who says, and who is told, that a tile's rows are in memory.
     """
 
+    WAITS = 2  # for h of each tile
+
     def __init__(
         self,
         layout: ShrinkLayout,

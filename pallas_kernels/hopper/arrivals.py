@@ -1,67 +1,48 @@
-"""Waiting for other programs of a kernel, by words in memory that they count up."""
+"""Waiting for other programs of a kernel."""
 
 from __future__ import annotations
 
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 
 
 class Arrivals:
-    """How many warpgroups have arrived, at each of some places.
+    """How many warpgroups have arrived, by a semaphore of Pallas's.
 
-    Args:
-      words: int32 [places] in global memory, which a kernel before has set to zero, for this one
-        alone: XLA does not know that they change, so nobody may read them after. None: one place, a
-        semaphore of Pallas's, which costs a copy, as XLA lays out its zero, a constant, before each
-        kernel.
-      first: the word of the first place.
+    It costs a copy: XLA lays out its zero, a constant, before each kernel.
     """
 
-    def __init__(self, words=None, first: int = 0):
-        self.words, self.first = words, first
-        if words is None:
-            self.semaphore = pl.get_global(plgpu.SemaphoreType.REGULAR)
+    def __init__(self):
+        self.semaphore = pl.get_global(plgpu.SemaphoreType.REGULAR)
 
-    def arrive(self, place=0):
+    def arrive(self):
         """Counts a warpgroup, once: what it has done before is visible."""
-        if self.words is None:
-            plgpu.semaphore_signal(self.semaphore, memory_scope="gpu")
-            return
+        plgpu.semaphore_signal(self.semaphore, memory_scope="gpu")
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def count_up(context, word):
-            del context
-            utils.SemaphoreRef(utils.memref_ptr(word)).signal(1, memory_scope="gpu")
-
-        count_up(self.words.at[pl.ds(self.first + place, 1)])
-
-    def wait(self, count: int, place=0):
+    def wait(self, count: int):
         """Waits, all of a warpgroup, until so many have arrived."""
-        if self.words is None:
-            plgpu.semaphore_wait(self.semaphore, count, decrement=False, memory_scope="gpu")
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def wait(context, word):
-            del context
-            semaphore = utils.SemaphoreRef(utils.memref_ptr(word))
-            semaphore.wait(count, decrement=False, memory_scope="gpu")
-
-        wait(self.words.at[pl.ds(self.first + place, 1)])
+        plgpu.semaphore_wait(self.semaphore, count, decrement=False, memory_scope="gpu")
 
 
 class Made:
-    """Word of what is in memory, for each of some tiles.
+    """Word of what is in memory, for each of some tiles: so often it is said, so often waited for.
+
+    Each of these counts the tile's word up by one, and the last of all makes it zero again. So the
+    words, which a kernel before has made zeros, are to XLA what they are: read, by any number of
+    kernels one after the other.
 
     Args:
-      arrivals: None for the interpreter, which knows no waiting for other programs: there is one.
-      barrier: in place of arrivals: that all tiles are there.
-      count: how often it is said of a tile.
+      words: int32 in global memory, zeros; that of the first tile is number `first`. None for the
+        interpreter, which knows no waiting for other programs: there is one.
+      barrier: in place of words, that all tiles are there.
+      says, waits: how often it is said of each tile, and how often waited for.
     """
 
-    def __init__(self, arrivals: Arrivals | None, barrier, count: int):
-        self.arrivals, self.barrier, self.count = arrivals, barrier, count
+    def __init__(self, words, first: int, barrier, says: int, waits: int):
+        self.words, self.first, self.barrier = words, first, barrier
+        self.says, self.all = says, says + waits
 
     def say(self, number, is_last):
         """A warpgroup says it of what it has stored of a tile, once that is in memory.
@@ -70,14 +51,47 @@ class Made:
           is_last: whether the tile is its last.
         """
         plgpu.wait_smem_to_gmem(0)
-        if self.arrivals:
-            self.arrivals.arrive(number)
-        else:
+        if self.words is None:
             pl.when(is_last)(lambda: plgpu.barrier_arrive(self.barrier))
+        else:
+            self._count(number)
 
     def wait(self, number, is_first):
-        """Waits until all has been said of a tile, the first that is waited for or not."""
-        if self.arrivals:
-            self.arrivals.wait(self.count, number)
-        else:
+        """Waits, all of a warpgroup, until all has been said of a tile.
+
+        Args:
+          is_first: whether the tile is the first that it waits for.
+        """
+        if self.words is None:
             pl.when(is_first)(lambda: plgpu.barrier_wait(self.barrier))
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def wait(context, word):
+            del context
+            semaphore = utils.SemaphoreRef(utils.memref_ptr(word))
+            semaphore.wait(self.says, decrement=False, memory_scope="gpu")
+
+        wait(self._word(number))
+        self._count(number)
+
+    def _word(self, number):
+        return self.words.at[pl.ds(self.first + number, 1)]
+
+    def _count(self, number):
+        """Counts a tile's word up, from the last number of all to zero; what was done before is
+        visible."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def count(context, word):
+            del context
+            last = utils.c(self.all - 1, ir.IntegerType.get_signless(32))
+            utils.inline_ptx(
+                "red.release.gpu.global.inc.u32 [$0], $1;",
+                utils.memref_ptr(word),
+                last,
+                predicate=utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
+                has_side_effects=True,
+            )
+
+        count(self._word(number))

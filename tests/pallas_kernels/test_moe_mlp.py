@@ -240,6 +240,21 @@ def test_tokens_of_a_decode_step(ranks, implementation, dtype):
     assert not np.isfinite(found[~others]).any()
 
 
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_two_layers_of_one_routing(tokens, implementation, dtype):
+    """A compiler makes one of what they do alike: their tables, and where kernels count."""
+    call = decode_step((16, 16), dtype)
+    call |= {name: call[name][:tokens] for name in TOKEN_ARRAYS}
+    other = call | {
+        "gate_up": -call["gate_up"],
+        "lora_down": call["lora_down"]._replace(b=-call["lora_down"].b),
+    }
+    layer = functools.partial(moe_mlp, implementation=implementation)
+    both = jax.jit(lambda one, two: (layer(**one), layer(**two)))(call, other)
+    for its, found in zip((call, other), both, strict=True):
+        np.testing.assert_array_equal(found, run(implementation, its))
+
+
 def test_a_decode_step_in_rank_classes(implementation, dtype):
     """Slots of two ranks have the bits of their zeros in one bank; rows of no group are zeros."""
     classes = [RankClass(3, 8), RankClass(2, 32)]
