@@ -5,6 +5,7 @@ Wherever the interface lets memory hold anything, or nobody may read it, it hold
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 
@@ -20,10 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul import gpu_rows, gpu_unsorted
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import tile_height
 
 if not hasattr(plgpu, "force_gpu_interpret_mode"):
     pytest.skip("the Mosaic GPU interpreter needs jax >= 0.11", allow_module_level=True)
 
+from pallas_kernels.grouped_lora_matmul import gpu_experts
+from pallas_kernels.hopper.arrivals import Made
 from tests.pallas_kernels import gpu_interpreter
 from tests.pallas_kernels.gpu_interpreter import (
     BesideCase,
@@ -247,13 +251,54 @@ TILES = {
 }  # fmt: skip
 
 
-def check_experts_of_tiles(name, data, seed=0):
+def tiles_cases(name):
     into, out, gate, biased = TILES[name]
     layered = not biased
     into = ProductCase(40, 192, 256, into, gate=gate, biased=biased, layered=layered)
-    out = InnerCase(40, 128, 192, out, groups=into.groups, slots=into.slots, layered=layered)
+    return into, InnerCase(40, 128, 192, out, groups=4, slots=into.slots, layered=layered)
+
+
+def check_experts_of_tiles(name, data, seed=0):
+    into, out = tiles_cases(name)
     batch = data.draw(batches(into.rows, into.groups, into.slots))
     assert_close(*gpu_interpreter.experts_of_tiles(into, out, batch, seed))
+
+
+@pytest.mark.parametrize("name", ["adapters", "none"])
+def test_words_of_tiles_come_back_to_zero(name, monkeypatch):
+    """Each is said and waited for as often as it is made for: the last of all makes it zero."""
+    said, waited, made = collections.Counter(), collections.Counter(), {}
+
+    class Counted(Made):
+        def __init__(self, words, first, barrier, says, waits):
+            super().__init__(words, first, barrier, says, waits)
+            made[first] = says, waits
+
+            def count(counter, number):
+                counter[first, int(number)] += 1
+
+            self.counts = [functools.partial(count, its) for its in (said, waited)]
+
+        def say(self, number, is_last):
+            jax.debug.callback(self.counts[0], number)
+            super().say(number, is_last)
+
+        def wait(self, number, is_first):
+            jax.debug.callback(self.counts[1], number)
+            super().wait(number, is_first)
+
+    monkeypatch.setattr(gpu_experts, "Made", Counted)
+    into, out = tiles_cases(name)
+    slots = np.random.default_rng(0).integers(-1, into.slots, into.rows)
+    sizes = np.array([3, 0, 33, 2])  # and two rows past all
+    assert_close(*gpu_interpreter.experts_of_tiles(into, out, (sizes, slots)))
+    height = tile_height(into.rows, into.groups)
+    tiles = sum(-(-size // height) for size in (*sizes, into.rows - sum(sizes)))
+    for first, (says, waits) in made.items():
+        words = [(first, number) for number in range(tiles)]
+        assert {word: said[word] for word in words} == dict.fromkeys(words, says)
+        assert {word: waited[word] for word in words} == dict.fromkeys(words, waits)
+    assert len(said) == len(waited) == tiles * len(made)
 
 
 @pytest.mark.parametrize("name", TILES)
