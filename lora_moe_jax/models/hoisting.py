@@ -133,7 +133,9 @@ def _called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if eqn.primitive.name not in INLINED:
         return None
     called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return ClosedJaxpr(called, ()) if isinstance(called, Jaxpr) else called
+    # From JAX 0.11 on one class is both, and has its constants.
+    consts = getattr(called, "consts", ())
+    return ClosedJaxpr(called, consts) if isinstance(called, Jaxpr) else called
 
 
 def _evaluate(eqn: JaxprEqn, inputs: list) -> list:
