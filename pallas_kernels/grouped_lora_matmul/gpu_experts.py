@@ -41,6 +41,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
 from pallas_kernels.hopper.arrivals import Made
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
 from pallas_kernels.layered import layer_operands, merged, number_of
@@ -135,7 +136,7 @@ def experts_kernel(
     of_h, of_y = (
         jax.ShapeDtypeStruct((rows, whole_lines(layout.width, 64)), dtype) for layout in layouts
     )
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         functools.partial(_body, layouts, shrink and shrink.layout),
         out_type=[of_h, of_y, *u],
         grid=(max(product.schedule.programs for product in (into, out)),),

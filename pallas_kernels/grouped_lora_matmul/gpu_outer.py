@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import overlaid, two_views, views_of
 from pallas_kernels.hopper.store import whole_lines
@@ -235,7 +236,7 @@ def outer_kernel(
             lax.fori_loop(0, mine, unit, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         body,
         out_type=tuple(
             jax.ShapeDtypeStruct((buckets, rank, whole_lines(width, features_of_line)), dtype)

@@ -53,6 +53,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
 from pallas_kernels.layered import LAYER_OPERANDS, layer_operands, merged, number_of
@@ -113,7 +114,7 @@ def product_kernel(
     out_type = [jax.ShapeDtypeStruct((x.shape[0], whole_lines(layout.width, 64)), out_dtype)]
     if layout.beside:
         out_type.append(jax.ShapeDtypeStruct((x.shape[0], layout.beside.columns), x.dtype))
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         functools.partial(_body, layout),
         out_type=out_type,
         grid=(layout.first_program + schedule.programs,),

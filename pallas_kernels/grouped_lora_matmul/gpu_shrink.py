@@ -33,6 +33,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, Span
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.memory import from_first, views_of
 from pallas_kernels.hopper.store import store_rows
 from pallas_kernels.layered import LAYER_OPERANDS, layer_operands, merged, number_of
@@ -80,7 +81,7 @@ def shrink_kernel(
       the part's largest class, are zero.
     """
     layout = ShrinkLayout(x, factors, scalings, firsts, starts, schedule, interpreted)
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         functools.partial(_body, layout),
         out_type=jax.ShapeDtypeStruct((x.shape[0], layout.columns), x.dtype),
         grid=(schedule.programs,),

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
 
 WIDEST = 128  # elements of a line of a row: a copy's box may not be wider than 256,
@@ -80,7 +81,7 @@ def spread_rows(x, position):
         lax.fori_loop(0, mine, unit, 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, lines, line), x.dtype),
         grid=(programs,),

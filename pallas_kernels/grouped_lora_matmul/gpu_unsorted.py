@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_rows import place_of
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.rows import layout_of_row
 
 
@@ -23,7 +24,7 @@ def lay_out(x, groups: int, group, token_slots, valid):
       [M, K], int32 [M], int32 [M].
     """
     rows, choices = group.size, group.shape[1]
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         functools.partial(_body, groups, choices),
         out_type=[
             jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype),

@@ -38,6 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import drain, overlaid, two_views
 from pallas_kernels.hopper.store import whole_lines
@@ -81,7 +82,7 @@ def attention_kernel(sizes: Sizes, q, caches, view, sinks=None):
         results += memory_of_sums(s)
     elif s.consumers > 1 and not one_split:
         results.append(memory_before(s, programs))
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         functools.partial(_body, s, programs, len(caches), one_split),
         out_type=results,
         grid=(programs,),

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.accumulate import finished, start
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.paged_attention.gpu_gradient_units import (
     CONSUMERS,
@@ -74,7 +75,7 @@ def key_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus_l
     )
     if s.interpreted:
         scratch["left"] = plgpu.SMEM((CONSUMERS, 2, ROWS, ROWS), q.dtype)
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         functools.partial(_body, s, programs, stages),
         out_type=tuple(
             jax.ShapeDtypeStruct((s.parts, *like.shape), jnp.float32) for like in (k, v)

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.accumulate import continued, finished, start
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.paged_attention.gpu_gradient_units import (
     CONSUMERS,
@@ -70,7 +71,7 @@ def query_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus
     )
     if s.interpreted:
         scratch["left"] = plgpu.SMEM((CONSUMERS, ROWS, ROWS), q.dtype)
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         functools.partial(_body, s, programs, stages),
         out_type=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.paged_attention.gpu_sizes import ROWS, Sizes
 
 AHEAD = 16  # splits that are loaded together: each load takes longer than a join
@@ -62,7 +63,7 @@ def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals, 
     """
     s, columns = sizes, sums.shape[-1]
     found = jnp.pad(found, ((0, 0), (0, 0), (0, columns - found.shape[-1])))
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         functools.partial(_body, s),
         out_type=jax.ShapeDtypeStruct((s.tokens, s.heads, columns), found.dtype),
         grid=(s.tokens, s.heads),

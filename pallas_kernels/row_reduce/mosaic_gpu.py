@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.rows import THREADS, layout_of_row
 from pallas_kernels.layered import as_stack, layer_operands, number_of
 from pallas_kernels.row_reduce.triton import log_sum_exp, norm_gradient, row_sum
@@ -50,7 +51,7 @@ def add_norm(x, more, weight, eps):
 def _call(name: str, eps: float, results: int, weight, *parts):
     """Runs the kernel on rows [rows, features], which each of its results has the form of."""
     x = parts[0]
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         functools.partial(_body, eps, len(parts)),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * results,
         grid=(x.shape[0],),

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.top_experts.xla import SIGMOID_EPSILON, Scoring
 
 LANES, WARPS = 32, 4
@@ -51,7 +52,7 @@ def top_experts(logits, bias, top_k: int, scoring: Scoring):
     """See `api.top_experts`."""
     check(logits, top_k)
     tokens = logits.shape[0]
-    kernel = plgpu.kernel(
+    kernel = kept_kernel(
         functools.partial(_body, top_k, scoring),
         out_type=[jax.ShapeDtypeStruct((tokens, top_k), t) for t in (jnp.int32, jnp.float32)],
         grid=(tokens,),
