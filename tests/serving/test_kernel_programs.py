@@ -81,6 +81,7 @@ def test_the_compiler_finds_them():
 def main():
     """Compiles the kernels for an H200, then the program that has them."""
     mesh, here, placed = h200()
+    jax.default_backend = lambda: "gpu"  # where kernels are functions of their own
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(products, out_shardings=here).trace(*shapes(placed)).lower()
         for program in kernel_programs(lowered):
