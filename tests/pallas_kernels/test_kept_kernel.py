@@ -85,14 +85,19 @@ class TestSpelled:
         jax.jit(traced)(jnp.ones(2))
 
 
-def lowered_text(widths, monkeypatch) -> str:
-    """A program of products of these widths, one after the other, lowered for an H200."""
+def lowered_text(widths, monkeypatch, mesh=None) -> str:
+    """A program of products of these widths, one after the other, lowered for an H200, or for each
+    device of a mesh."""
 
     def products(x, *weights):
         for w in weights:
             x = lora_matmul(x, w, implementation="mosaic_gpu")
         return x
 
+    if mesh is not None:
+        products = jax.shard_map(
+            products, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+        )
     widths = WIDE, *widths
     shapes = (16, WIDE), *((n, k) for k, n in itertools.pairwise(widths))
     monkeypatch.setattr(kept_kernel, "is_kept", lambda: True)
@@ -140,6 +145,12 @@ class TestLowering:
         # XLA finds by the module what it has compiled.
         assert len(modules(made)) == 2 and modules(made) == modules(read)
 
+    def test_on_a_mesh(self, folder, monkeypatch):
+        alone = lowered_text((WIDE,), monkeypatch)
+        forget(monkeypatch)
+        mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+        assert modules(lowered_text((WIDE,), monkeypatch, mesh)) == modules(alone)
+
     def test_without_a_folder(self, folder, monkeypatch):
         jax.config.update("jax_compilation_cache_dir", None)
         lowered_text((WIDE,), monkeypatch)
@@ -178,10 +189,7 @@ class TestLowering:
         assert folder.read_text() == "a file"
 
 
-def test_where_kernels_are_kept():
-    with mock.patch.object(jax, "default_backend", lambda: "cpu"):
-        assert not kept_kernel.is_kept()
-    with mock.patch.object(jax, "default_backend", lambda: "gpu"):
-        assert kept_kernel.is_kept()
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("expert",))):
-            assert not kept_kernel.is_kept()
+@pytest.mark.parametrize("platform, kept", [("cpu", False), ("gpu", True)])
+def test_where_kernels_are_kept(platform, kept):
+    with mock.patch.object(jax, "default_backend", lambda: platform):
+        assert kept_kernel.is_kept() == kept
