@@ -56,10 +56,18 @@ class Target:
     platforms: tuple[str, ...] | None = None
     device: AbstractDevice | None = None
 
-    def context(self) -> contextlib.AbstractContextManager:
-        if self.device is None:
-            return contextlib.nullcontext()
-        return use_abstract_mesh(AbstractMesh((), (), abstract_device=self.device))
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Inside, programs are lowered for it, with all their kernels."""
+        with contextlib.ExitStack() as stack:
+            if jax.__version_info__ >= (0, 11):
+                from pallas_kernels.hopper.kept_kernel import nothing_kept
+
+                stack.enter_context(nothing_kept())
+            if self.device is not None:
+                abstract = AbstractMesh((), (), abstract_device=self.device)
+                stack.enter_context(use_abstract_mesh(abstract))
+            yield
 
 
 def default_target() -> Target:

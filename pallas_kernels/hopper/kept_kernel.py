@@ -11,6 +11,7 @@ A lowered kernel (`jax.export`) is in memory, and if JAX's persistent cache is o
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -19,7 +20,7 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ PLATFORM, CALL = "cuda", "mosaic_gpu_v2"
 FOLDER = "lowered_kernels"  # in that of the persistent cache
 DIGEST = 32  # bytes, before what they are of
 _lowered: dict[str, export.Exported] = {}
+_keeps = contextvars.ContextVar("keeps", default=True)
 
 
 def kept_kernel(body: Callable, *, out_type, **options) -> Callable:
@@ -66,8 +68,18 @@ def kept_kernel(body: Callable, *, out_type, **options) -> Callable:
 
 
 def is_kept() -> bool:
-    """Whether kernels are. Interpreters lower nothing."""
-    return jax.default_backend() == "gpu"
+    """Whether kernels are: on GPUs, but not inside of `nothing_kept`."""
+    return _keeps.get() and jax.default_backend() == "gpu"
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Inside, each kernel is lowered for itself, or interpreted: to measure, or to look into it."""
+    before = _keeps.set(False)
+    try:
+        yield
+    finally:
+        _keeps.reset(before)
 
 
 def _lower(function: Callable, avals: list[jax.ShapeDtypeStruct]) -> export.Exported:

@@ -369,14 +369,12 @@ def main(name: str, tokens: str, rank: str, only: str = ""):
     import jax
 
     from pallas_kernels import implementation
-    from pallas_kernels.hopper import kept_kernel
+    from pallas_kernels.hopper.kept_kernel import nothing_kept
     from pallas_kernels.shapes import EXPERT_SHAPES
 
     mesh, here, placed = h200()
     # Kernels for Triton are interpreted on a CPU.
     jax.default_backend = lambda: "gpu"
-    # ptxas says nothing of a kernel that a call before has brought.
-    kept_kernel.is_kept = lambda: False
     # What JAX 0.12 runs compiles with 0.11 too.
     implementation.DEPENDENT_LAUNCH = True
 
@@ -384,7 +382,8 @@ def main(name: str, tokens: str, rank: str, only: str = ""):
         if only and call not in only.split(","):
             continue
         start = time.perf_counter()
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        # ptxas says nothing of a kernel that a call before has brought.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nothing_kept():
             compiled = (
                 jax.jit(function, out_shardings=here)
                 .trace(*jax.tree.map(placed, arguments))

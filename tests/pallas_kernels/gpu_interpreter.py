@@ -36,7 +36,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
-from pallas_kernels.hopper import kept_kernel
+from pallas_kernels.hopper.kept_kernel import nothing_kept
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.product_cases import ProductSizes, Term
@@ -62,7 +62,7 @@ def interpreter(detect_races: bool = True):
             mock.patch.object(shared_memory.Barrier, "deallocate", ended),
             # The interpreter knows none of it: there kernels run one after another.
             mock.patch.object(implementation, "DEPENDENT_LAUNCH", False),
-            mock.patch.object(kept_kernel, "is_kept", lambda: False),
+            nothing_kept(),
         ):
             yield
         assert not gpu_callbacks.get_races().races_found, "the kernel races: see the output"

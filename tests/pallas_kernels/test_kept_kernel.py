@@ -193,3 +193,6 @@ class TestLowering:
 def test_where_kernels_are_kept(platform, kept):
     with mock.patch.object(jax, "default_backend", lambda: platform):
         assert kept_kernel.is_kept() == kept
+        with kept_kernel.nothing_kept():
+            assert not kept_kernel.is_kept()
+        assert kept_kernel.is_kept() == kept
