@@ -181,7 +181,10 @@ def spelled(value: Any) -> str:
             return f"method({_joined((value.__func__, value.__self__))})"
         case types.FunctionType():
             cells = (cell.cell_contents for cell in value.__closure__ or ())
-            return f"{_name(value)}({_joined((*cells, value.__defaults__, value.__kwdefaults__))})"
+            # Lambdas of one function have one name; what is where in the source tells them apart.
+            where = hashlib.sha256(repr([*value.__code__.co_positions()]).encode()).hexdigest()
+            outside = where, *cells, value.__defaults__, value.__kwdefaults__
+            return f"{_name(value)}({_joined(outside)})"
         case jax.tree_util.PyTreeDef():
             return str(value)
     if dataclasses.is_dataclass(value):
