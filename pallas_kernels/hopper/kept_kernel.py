@@ -139,7 +139,8 @@ def _warn(message: str) -> None:
 
 
 def _key(made_of) -> str:
-    settings = implementation.DEPENDENT_LAUNCH, implementation.REGISTERS_MOVE
+    own = implementation.DEPENDENT_LAUNCH, implementation.REGISTERS_MOVE
+    settings = *own, jax.config.jax_enable_x64
     versions = jax.__version__, jaxlib.__version__, _source()
     return hashlib.sha256(spelled((made_of, settings, versions)).encode()).hexdigest()
 

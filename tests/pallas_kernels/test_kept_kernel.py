@@ -116,6 +116,7 @@ def folder(tmp_path, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     yield tmp_path / kept_kernel.FOLDER
     jax.config.update("jax_compilation_cache_dir", before)
+    jax.config.update("jax_enable_x64", False)
 
 
 def forget(monkeypatch):
@@ -151,13 +152,15 @@ class TestLowering:
         lowered_text((WIDE,), monkeypatch)
         assert not folder.exists() and len(kept_kernel._lowered) == 1
 
-    @pytest.mark.parametrize("change", ["source", "jax", "setting"])
+    @pytest.mark.parametrize("change", ["source", "jax", "setting", "x64"])
     def test_another_version(self, folder, monkeypatch, change):
         lowered_text((WIDE,), monkeypatch)
         if change == "source":
             monkeypatch.setattr(kept_kernel, "_source", lambda: "another")
         elif change == "jax":
             monkeypatch.setattr(jax, "__version__", "0.11.99")
+        elif change == "x64":
+            jax.config.update("jax_enable_x64", True)
         else:
             its, name = kept_kernel.implementation, "REGISTERS_MOVE"
             monkeypatch.setattr(its, name, not getattr(its, name))
