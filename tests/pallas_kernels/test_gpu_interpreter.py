@@ -475,7 +475,7 @@ def test_a_slot_of_nan_stays_apart(name):
     assert found[~hit].tobytes() == clean[~hit].tobytes()
 
 
-@pytest.mark.parametrize("gate", [None, GPT_OSS])
+@pytest.mark.parametrize("gate", [pytest.param(None, marks=pytest.mark.slow), GPT_OSS])
 def test_with_a_bias_bits_do_not_depend_on_the_schedule(gate):
     """Without adapters, whose sums the interpreter adds in another order."""
     parts = 1 if gate is None else 2
