@@ -13,6 +13,8 @@ SHORTEST_COMPILE_SECONDS = 0.2
 def use_compile_cache() -> None:
     """Turns JAX's persistent compilation cache on, unless the user has set it up already.
 
+    `pallas_kernels` keeps the kernels that it has lowered there as well.
+
     The folder is `lora_moe_jax` in XDG_CACHE_HOME (default: ~/.cache). JAX_COMPILATION_CACHE_DIR
     or `jax.config` choose another; JAX_ENABLE_COMPILATION_CACHE=false turns it off.
     """

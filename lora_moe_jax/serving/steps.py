@@ -126,8 +126,8 @@ class Steps:
         # Kernels have threads of their own: a step's must not wait for other steps to end.
         with ThreadPoolExecutor() as kernels, ThreadPoolExecutor() as threads:
             # Tracing and lowering are Python, which threads would only slow down; compiling is not.
-            # Mosaic numbers kernels as they are lowered, and the persistent cache finds them in
-            # the same order alone.
+            # Mosaic numbers kernels as they are lowered: where these are not kept, the persistent
+            # cache finds them in the same order alone.
             compiled = [self._compile(job, kernels, threads) for job in jobs.values()]
             for done, (name, future) in enumerate(zip(jobs, compiled, strict=True)):
                 self._compiled[name] = future.result()

@@ -58,6 +58,7 @@ def rotate_and_cache(
         overlaid(two_views((*stages, 2, ROWS, HALF), heads.dtype), interpreted=interpreted)
         for stages in ((STAGES,), ())
     )
+    # Not a kept one: it writes to references, which no exported function takes.
     kernel = plgpu.kernel(
         functools.partial(_body, eps, programs, interpreted),
         out_type=jax.ShapeDtypeStruct((tokens, count - 2 * k_pages.shape[2], WIDTH), heads.dtype),

@@ -5,7 +5,8 @@ of what an engine or a trainer waits for when it starts. JAX keeps what XLA has 
 was lowered; so this keeps what is lowered, by what a kernel is made of: its function with its
 static arguments, its memory, its operands' types, the source of this package and JAX's version.
 
-A lowered kernel (`jax.export`) is in memory, and if JAX's persistent cache is on, a file beside it.
+A lowered kernel (`jax.export`) is in memory, and a file beside JAX's persistent cache where that is
+on, and in a file system (kernels of a `gs://` folder are lowered by each process).
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _find(key: str, lower: Callable[[], export.Exported]) -> export.Exported:
 def _path(key: str) -> Path | None:
     folder = jax.config.jax_compilation_cache_dir
     if not folder or not jax.config.jax_enable_compilation_cache or "://" in folder:
-        return None  # what is not a file system is XLA's results' alone
+        return None
     return Path(folder) / FOLDER / key
 
 
