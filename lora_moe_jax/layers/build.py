@@ -83,11 +83,12 @@ class Build:
         self,
         shape: tuple[int, ...],
         axes: tuple[str | None, ...],
-        tensor: str,
+        *tensors: str,
+        layout: CheckpointLayout = AS_STORED,
         dtype: str | None = None,
     ) -> nnx.Param:
         """What is zero until a checkpoint is loaded."""
-        return self._param(jnp.zeros(shape, jnp.float32), axes, (tensor,), AS_STORED, dtype)
+        return self._param(jnp.zeros(shape, jnp.float32), axes, tensors, layout, dtype)
 
     def _param(self, value, axes, tensors, layout, dtype):
         return nnx.Param(

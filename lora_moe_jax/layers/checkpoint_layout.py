@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +68,30 @@ class Concatenated:
             np.concatenate(shares) if split else shares[0]
             for shares, split in zip(zip(*of_devices, strict=True), self.split, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class ZerosElsewhere:
+    """Vectors one after the other, with zeros in the place of tensors that a checkpoint has not.
+
+    Attributes:
+      given: which of the whole's tensors there are.
+    """
+
+    whole: Concatenated
+    given: tuple[bool, ...]
+
+    def load(self, *tensors):
+        found = iter(tensors)
+        return self.whole.load(
+            *(
+                next(found) if given else np.zeros(height, tensors[0].dtype)
+                for height, given in zip(self.whole.heights, self.given, strict=True)
+            )
+        )
+
+    def store(self, parameter):
+        return tuple(itertools.compress(self.whole.store(parameter), self.given))
 
 
 @dataclass(frozen=True)

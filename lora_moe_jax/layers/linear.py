@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.layers.adapter_slots import adapter_slots, lora_of
 from lora_moe_jax.layers.build import Build
-from lora_moe_jax.layers.checkpoint_layout import Concatenated
+from lora_moe_jax.layers.checkpoint_layout import Concatenated, ZerosElsewhere
 from pallas_kernels import lora_matmul
 
 
@@ -52,10 +52,15 @@ class Linear(nnx.Module):
         out_dtype: jax.typing.DTypeLike | None = None,
     ) -> Float[Array, "tokens out"]:
         """`out_dtype`: see `lora_matmul`."""
-        lora = (lora_of(self.slots),)
-        y = lora_matmul(x, self.weight[...], token_slots, lora, out_dtype=out_dtype)
+        lora, bias = (lora_of(self.slots),), self.bias
+        # Of a sum over devices the bias is a part once.
+        of_product = None if bias is None or self.sum_over else bias[...]
+        weight = self.weight[...]
+        y = lora_matmul(x, weight, token_slots, lora, bias=of_product, out_dtype=out_dtype)
+        if not self.sum_over:
+            return y
         y = self.axes.sum(y, self.sum_over)
-        return y if self.bias is None else y + self.bias[...]
+        return y if bias is None else y + bias[...]
 
 
 class Part(NamedTuple):
@@ -84,19 +89,23 @@ class FusedLinear(nnx.Module):
             tuple(part.width for part in parts), split, build.tensor_devices if any(split) else 1
         )
         self.widths = layout.local_heights
+        axis = parts[split.index(True)].out_axis if any(split) else None
         self.weight = build.weight(
             (sum(self.widths) * layout.devices, in_features),
-            (parts[split.index(True)].out_axis if any(split) else None, None),
+            (axis, None),
             tuple(f"{part.name}.weight" for part in parts),
             layout,
         )
-        self.biases = nnx.List(
-            [
-                build.bias((part.width,), (part.out_axis,), f"{part.name}.bias")
-                if part.bias
-                else None
-                for part in parts
-            ]
+        biases = tuple(f"{part.name}.bias" for part in parts if part.bias)
+        self.bias = (
+            build.bias(
+                self.weight.shape[:1],
+                (axis,),
+                *biases,
+                layout=ZerosElsewhere(layout, tuple(part.bias for part in parts)),
+            )
+            if biases
+            else None
         )
         self.slots = nnx.List(
             [
@@ -118,11 +127,5 @@ class FusedLinear(nnx.Module):
     ) -> Float[Array, "tokens out"]:
         """All parts in one array, one after the other."""
         lora = tuple(lora_of(slots) for slots in self.slots)
-        y = lora_matmul(x, self.weight[...], token_slots, lora, parts=self.widths)
-        if not any(bias is not None for bias in self.biases):
-            return y
-        biases = [
-            jnp.zeros(width, y.dtype) if bias is None else bias[...]
-            for width, bias in zip(self.widths, self.biases, strict=True)
-        ]
-        return y + jnp.concatenate(biases)
+        bias = None if self.bias is None else self.bias[...]
+        return lora_matmul(x, self.weight[...], token_slots, lora, parts=self.widths, bias=bias)

@@ -27,7 +27,7 @@ class Router(nnx.Module):
         experts = config.num_experts
         self.proj = Linear(name, hidden, experts, build, bias=config.bias, kind="router")
         self.correction_bias = (
-            build.bias((experts,), (None,), f"{name}.e_score_correction_bias", "float32")
+            build.bias((experts,), (None,), f"{name}.e_score_correction_bias", dtype="float32")
             if config.correction_bias
             else None
         )

@@ -62,8 +62,9 @@ def check(x, w, lora, parts, out_dtype=None):
         refuse("K and every part of N must be multiples of 8, the copy engine's unit")
     if x.shape[1] > gpu_spread.MAX_WIDTH:
         refuse(f"K goes up to {gpu_spread.MAX_WIDTH}")
-    if pairs and (x.shape[1] % 64 or any(width % 64 for width in parts)):
-        refuse("with adapters K and every part of N must be multiples of 64")
+    # A tile's features are of one part, or those of others would be added to.
+    if pairs and (x.shape[1] % 64 or (len(parts) > 1 and any(width % 64 for width in parts))):
+        refuse("with adapters K and, of several parts of N, each must be multiples of 64")
     if any(pair.a.shape[2] > MAX_RANK for pair in pairs):
         refuse(f"ranks go up to {MAX_RANK}")
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.layered import Layered, is_layered, layer_of
+from pallas_kernels.layered import Layered, is_layered, layer_operands, number_of
 
 MOST_HEADS = 8  # query heads of a program
 
@@ -75,6 +75,7 @@ class _Inputs(NamedTuple):
     positions: jax.Array
     page_tables: jax.Array
     layer: jax.Array | None = None
+    offset: jax.Array | None = None
     q_weight: jax.Array | None = None
     k_weight: jax.Array | None = None
 
@@ -85,7 +86,7 @@ class _Inputs(NamedTuple):
         if q_weight is None:
             return operands
         weights = stacked_weights(heads, q_weight, k_weight)
-        return *operands, layer_of(*weights), *(its.stack for its in weights)
+        return *operands, *layer_operands(*weights), *(its.stack for its in weights)
 
     @classmethod
     def of(cls, refs, normed: bool):
@@ -104,7 +105,8 @@ class _Token:
     def __init__(self, inputs: _Inputs):
         self.inputs = inputs
         self.number = token = pl.program_id(0)
-        self.layer = None if inputs.layer is None else inputs.layer[0]
+        normed = inputs.layer is not None
+        self.layer = number_of((inputs.layer, inputs.offset)) if normed else None
         width = inputs.heads.shape[2]
         self.halves = [pl.ds(start, width // 2) for start in (0, width // 2)]
         self.cosines, self.sines = inputs.cos[token][None], inputs.sin[token][None]

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.layered import is_layered, layer_of
+from pallas_kernels.layered import LAYER_OPERANDS, is_layered, layer_operands, number_of
 
 WIDEST = 8192  # features that a program has at once
 BLOCK = 2048  # values of a program, where rows are short: several share it
@@ -204,13 +204,15 @@ def _call(name: str, kernel, out_shapes, rows, *weights, chunks: int = 1):
     shape, dtype = rows[0].shape, rows[0].dtype
     tile, arrays = _Tile(*shape), []
     for weight in weights:
-        arrays += [weight.stack, layer_of(weight)] if is_layered(weight) else [weight]
+        arrays += [weight.stack, *layer_operands(weight)] if is_layered(weight) else [weight]
 
     def body(*refs):
         inputs, outputs = refs[: len(rows) + len(arrays)], refs[len(rows) + len(arrays) :]
         rest, found = iter(inputs[len(rows) :]), []
         for weight in weights:
-            found.append(_Weight(next(rest), (next(rest)[0],) if is_layered(weight) else ()))
+            count = LAYER_OPERANDS * is_layered(weight)
+            stack, layer = next(rest), [next(rest) for _ in range(count)]
+            found.append(_Weight(stack, (number_of(layer),) if layer else ()))
         kernel(_Tile(*shape, pl.program_id(0)), *inputs[: len(rows)], *found, *outputs)
 
     wide = tile.chunks * tile.width

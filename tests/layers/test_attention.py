@@ -37,7 +37,7 @@ def make(window: int | None) -> Attention:
     attention = Attention("a", GPT_OSS, Build(nnx.Rngs(0), "float32"), window)
     rng = np.random.default_rng(1)
     for path, variable in nnx.to_flat_state(nnx.state(attention)):
-        if "bias" in path[-1:] or path[-1] == "sinks" or "biases" in path:
+        if path[-1] in ("bias", "sinks"):
             variable[...] = jnp.asarray(rng.standard_normal(variable.shape), jnp.float32)
     return attention
 
@@ -60,7 +60,7 @@ def textbook(attention: Attention, x, window: int | None):
             attention.sinks[...],
         )
     )
-    biases = np.concatenate([np.asarray(bias[...]) for bias in attention.qkv_proj.biases])
+    biases = np.asarray(attention.qkv_proj.bias[...], np.float64)
     heads = (x @ qkv.T + biases).reshape(TOKENS, -1, WIDTH)
     cos, sin = (np.asarray(its)[:, None] for its in cos_sin(jnp.arange(TOKENS), GPT_OSS.rope))
     one, other = np.split(heads, 2, axis=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lora_moe_jax.layers.checkpoint_layout import Concatenated
+from lora_moe_jax.layers.checkpoint_layout import Concatenated, ZerosElsewhere
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -20,3 +20,16 @@ def test_concatenated_gives_each_device_its_rows(devices):
         np.testing.assert_array_equal(rows, np.concatenate([*mine, tensors[2]]))
     for stored, tensor in zip(layout.store(whole), tensors, strict=True):
         np.testing.assert_array_equal(stored, tensor)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_zeros_stand_for_what_a_checkpoint_has_not(devices):
+    whole = Concatenated((8, 6, 4), (True, True, False), devices)
+    layout = ZerosElsewhere(whole, (False, True, True))
+    tensors = [np.arange(1, height + 1) for height in (6, 4)]
+    parameter = layout.load(*tensors)
+    nothing, *rest = whole.store(parameter)
+    assert np.array_equal(nothing, np.zeros(8))
+    for found in (rest, layout.store(parameter)):
+        for its, tensor in zip(found, tensors, strict=True):
+            assert np.array_equal(its, tensor)

@@ -86,8 +86,8 @@ def textbook(mla, x, positions, slot):
     def fused(i, start, stop):
         weight = wide(mla.in_proj.weight)[start:stop]
         y = x @ merged(weight, mla.in_proj.slots[i], slot).T
-        bias = mla.in_proj.biases[i]
-        return y if bias is None else y + wide(bias)
+        bias = mla.in_proj.bias
+        return y if bias is None else y + wide(bias)[start:stop]
 
     first = mla.in_proj.widths[0]
     q, kv_a = fused(0, 0, first), fused(1, first, None)

@@ -46,8 +46,9 @@ class Shape:
         """The shape itself, or the nearest one that the kernels serve."""
         if implementation != "mosaic_gpu":
             return self
-        parts = tuple(replace(part, width=_whole(part.width)) for part in self.parts)
-        return replace(self, k=_whole(self.k), parts=parts, dtype="bfloat16")
+        unit = 64 if len(self.parts) > 1 else 8
+        parts = tuple(replace(part, width=_whole(part.width, unit)) for part in self.parts)
+        return replace(self, k=_whole(self.k, 64), parts=parts, dtype="bfloat16")
 
     @property
     def tolerance(self) -> float:
@@ -55,8 +56,8 @@ class Shape:
         return 1e-5 if self.dtype == "float32" else 2**-6
 
 
-def _whole(width: int) -> int:
-    return width + -width % 64
+def _whole(width: int, unit: int) -> int:
+    return width + -width % unit
 
 
 class Case(NamedTuple):
