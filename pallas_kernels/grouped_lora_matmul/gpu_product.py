@@ -111,7 +111,8 @@ def product_kernel(
     lora = terms, starts, firsts, schedule
     static = contract, gate, tables, interpreted, out_dtype
     layout = ProductLayout(x, w, *lora, *static, bias=bias)
-    out_type = [jax.ShapeDtypeStruct((x.shape[0], whole_lines(layout.width, 64)), out_dtype)]
+    columns = whole_lines(layout.width, schedule.width)
+    out_type = [jax.ShapeDtypeStruct((x.shape[0], columns), out_dtype)]
     if layout.beside:
         out_type.append(jax.ShapeDtypeStruct((x.shape[0], layout.beside.columns), x.dtype))
     kernel = kept_kernel(

@@ -62,9 +62,10 @@ def check(x, w, lora, parts, out_dtype=None):
         refuse("K and every part of N must be multiples of 8, the copy engine's unit")
     if x.shape[1] > gpu_spread.MAX_WIDTH:
         refuse(f"K goes up to {gpu_spread.MAX_WIDTH}")
-    # A tile's features are of one part, or those of others would be added to.
-    if pairs and (x.shape[1] % 64 or (len(parts) > 1 and any(width % 64 for width in parts))):
-        refuse("with adapters K and, of several parts of N, each must be multiples of 64")
+    # Those of a tile are of one part; B is copied in tiles of as many as a step has ranks.
+    unit = 64 if len(parts) > 1 else 32
+    if pairs and (x.shape[1] % 64 or any(width % unit for width in parts)):
+        refuse("with adapters K, and of several parts of N each, must be multiples of 64, N of 32")
     if any(pair.a.shape[2] > MAX_RANK for pair in pairs):
         refuse(f"ranks go up to {MAX_RANK}")
 

@@ -76,7 +76,9 @@ def attention_kernel(sizes: Sizes, q, caches, view, sinks=None):
     shape = (s.tokens, s.heads) if s.boxes else (s.parts, s.tokens * s.group)
     if not s.boxes:
         q = q.reshape(s.tokens, s.parts, s.group, -1).swapaxes(0, 1).reshape(*shape, -1)
-    columns = whole_lines(s.value_lines * LINE, LINE)
+    columns = s.value_lines * LINE
+    if s.spread:
+        columns = whole_lines(columns, LINE)  # those of sums, with which results are joined
     results = [jax.ShapeDtypeStruct((*shape, columns), q.dtype)]
     if s.spread:
         results += memory_of_sums(s)

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.accumulate import continued
 from pallas_kernels.hopper.memory import views_of
 from pallas_kernels.hopper.store import store_rows
-from pallas_kernels.paged_attention.gpu_join import mean
+from pallas_kernels.paged_attention.gpu_join import inverse_of, mean
 from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, ROWS, Sizes
 from pallas_kernels.paged_attention.gpu_splits import (
     Sums,
@@ -236,18 +236,18 @@ class Consumer:
     def clear_values(self, stage, first, stop):
         """Zeroes a block's values outside of [first, stop)."""
         s = self.sizes
+        lines = jnp.int32(s.value_width // LINE)
 
-        def clear(line, number):
-            columns = pl.ds(pl.multiple_of(line * LINE, LINE), LINE)
-            tile = self.values(stage, number).at[:, columns]
+        def clear(number, _):
+            column = pl.multiple_of(lax.rem(number, lines) * LINE, LINE)
+            values = self.values(stage, lax.div(number, lines))
+            tile = values.at[:, pl.ds(column, LINE)]
             values = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
             seen = (row >= first) & (row < stop)
             tile[...] = jnp.where(seen, values, jnp.zeros_like(values))
-            return number
 
-        for number in range(s.copies(s.value_cache)):
-            lax.fori_loop(0, s.value_width // LINE, clear, number)
+        lax.fori_loop(0, s.value_lines, clear, None)
 
     def finish(self, tile: Unit, sums: Sums):
         self.store(tile, sums)
@@ -256,11 +256,11 @@ class Consumer:
 
     def store(self, tile: Unit, sums: Sums):
         """Stores the weighted means; zeros for padding tokens."""
-        total = lax.broadcast_in_dim(sums.total, (ROWS, LINE), [0])
+        inverse = lax.broadcast_in_dim(inverse_of(sums.total), (ROWS, LINE), [0])
         first = self.part * self.sizes.own_columns // LINE
         lines = lines_of(sums.values)
         for line, its in enumerate(lines, first):
-            self.out.at[line][...] = mean(its, total).astype(self.out.dtype)
+            self.out.at[line][...] = mean(its, inverse).astype(self.out.dtype)
         plgpu.commit_smem()
         for line in range(first, first + len(lines)):
             self.store_line(tile, line)

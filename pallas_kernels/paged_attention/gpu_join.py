@@ -41,9 +41,14 @@ def joined(sums, factor, sums_of_split, factor_of_split):
     return sums * factor + added
 
 
-def mean(sums, total):
-    """Zeros where no position was seen."""
-    return jnp.where(total > 0, sums / total, jnp.zeros_like(sums)) + 0.0
+def inverse_of(total):
+    """What sums are multiplied with: zero where no position was seen."""
+    return jnp.where(total > 0, 1.0 / total, jnp.zeros_like(total))
+
+
+def mean(sums, inverse):
+    """A division of each of the sums would be a quarter of a small kernel's code."""
+    return sums * inverse + 0.0
 
 
 def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals, *sinks):
@@ -125,4 +130,5 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
     all_sums, _, total = lax.fori_loop(0, times, join, start)
     place = (token, head) if s.boxes else (part, token * s.group + member)
     result = plgpu.load(found.at[place], layout=layout)
-    y.at[token, head][...] = jnp.where(total < 0, result, mean(all_sums, total).astype(y.dtype))
+    joint = mean(all_sums, inverse_of(total)).astype(y.dtype)
+    y.at[token, head][...] = jnp.where(total < 0, result, joint)

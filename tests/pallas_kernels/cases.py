@@ -46,7 +46,7 @@ class Shape:
         """The shape itself, or the nearest one that the kernels serve."""
         if implementation != "mosaic_gpu":
             return self
-        unit = 64 if len(self.parts) > 1 else 8
+        unit = 64 if len(self.parts) > 1 else 32
         parts = tuple(replace(part, width=_whole(part.width, unit)) for part in self.parts)
         return replace(self, k=_whole(self.k, 64), parts=parts, dtype="bfloat16")
 
