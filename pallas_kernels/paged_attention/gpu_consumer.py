@@ -12,11 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.accumulate import continued
 from pallas_kernels.hopper.memory import views_of
+from pallas_kernels.hopper.rolled import rolled, unknown
 from pallas_kernels.hopper.store import store_rows
 from pallas_kernels.paged_attention.gpu_join import inverse_of, mean
 from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, ROWS, Sizes
 from pallas_kernels.paged_attention.gpu_splits import (
     Sums,
+    columns_of,
     join_split,
     lines_of,
     no_sums,
@@ -126,14 +128,17 @@ class Consumer:
         def _wait():
             plgpu.barrier_wait(self.stored.at[0])
 
-        s = self.sizes
-        for line in range(s.key_lines):
-            columns, first = pl.ds(line * LINE, LINE), tile.token
+        s, first = self.sizes, tile.token
+
+        def load(line):
+            columns = columns_of(line)
             if s.boxes:
                 rows = self.q.at[pl.ds(first, s.tile), self.heads_of(tile), columns]
             else:
                 rows = self.q.at[tile.part, pl.ds(first * s.group, ROWS), columns]
             plgpu.copy_gmem_to_smem(rows, self.q_load.at[line], self.q_full)
+
+        rolled(0, s.key_lines, first, load)
 
     def heads_of(self, unit: Unit):
         return pl.ds(unit.part * self.sizes.group, self.sizes.group)
@@ -158,9 +163,8 @@ class Consumer:
         Values of the block that no row of the unit may look at become zeros.
         """
         s, stage = self.sizes, stage_of(self.sizes, step + self.part)
-        # Zero, but the compiler cannot know: else it keeps the addresses of all queries, for which
-        # there are no registers.
-        zero = lax.shift_right_logical(block, jnp.int32(30))
+        # Else the compiler keeps the addresses of all queries, for which there are no registers.
+        zero = unknown(0, block)
 
         def multiply(accumulator):
             for piece, full in zip(s.pieces(self.part), self.full, strict=True):
@@ -238,16 +242,15 @@ class Consumer:
         s = self.sizes
         lines = jnp.int32(s.value_width // LINE)
 
-        def clear(number, _):
-            column = pl.multiple_of(lax.rem(number, lines) * LINE, LINE)
+        def clear(number):
             values = self.values(stage, lax.div(number, lines))
-            tile = values.at[:, pl.ds(column, LINE)]
+            tile = values.at[:, columns_of(lax.rem(number, lines))]
             values = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
             seen = (row >= first) & (row < stop)
             tile[...] = jnp.where(seen, values, jnp.zeros_like(values))
 
-        lax.fori_loop(0, s.value_lines, clear, None)
+        rolled(0, s.value_lines, stage, clear)
 
     def finish(self, tile: Unit, sums: Sums):
         self.store(tile, sums)
@@ -262,11 +265,11 @@ class Consumer:
         for line, its in enumerate(lines, first):
             self.out.at[line][...] = mean(its, inverse).astype(self.out.dtype)
         plgpu.commit_smem()
-        for line in range(first, first + len(lines)):
-            self.store_line(tile, line)
+        store = functools.partial(self.store_line, tile)
+        rolled(first, first + len(lines), tile.token, store)
 
     def store_line(self, tile: Unit, line):
-        s, y, columns = self.sizes, self.y, pl.ds(line * LINE, LINE)
+        s, y, columns = self.sizes, self.y, columns_of(line)
         rows, first, count = self.out_store.at[line], tile.token, tile.tokens
         if s.boxes:
             store_rows(rows, y, first, count, s.tile, self.heads_of(tile), columns)

@@ -21,7 +21,7 @@ from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.paged_attention.gpu_sizes import ROWS, Sizes
 
-AHEAD = 16  # splits that are loaded together: each load takes longer than a join
+AHEAD = 16  # splits that are loaded together, at most: each load takes longer than a join
 THREADS = 128
 NOTHING_TO_JOIN = -1.0  # in place of a row's total, with
 ABOVE_ALL = 1e38  # in place of its maximum: a sink before it counts nothing
@@ -111,9 +111,11 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
         maximum = jnp.where(split < end, maxima[part, place, row], -jnp.inf)
         return its, maximum, totals[part, place, row]
 
+    together = min(AHEAD, s.spread)
+
     def join(number, state):
         # All loads before the first join.
-        loaded = [load(begin + number * AHEAD + ahead) for ahead in range(AHEAD)]
+        loaded = [load(begin + number * together + ahead) for ahead in range(together)]
         for its, its_maximum, its_total in loaded:
             all_sums, maximum, total = state
             maximum, factor, its_factor = factors(maximum, vector(its_maximum))
@@ -126,7 +128,7 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
 
     sink, weight = (sinks[0][part, member], 1.0) if sinks else (-jnp.inf, 0.0)
     start = vector(0.0), vector(sink), vector(weight)
-    times = lax.div(end - begin + (AHEAD - 1), jnp.int32(AHEAD))
+    times = lax.div(end - begin + (together - 1), jnp.int32(together))
     all_sums, _, total = lax.fori_loop(0, times, join, start)
     place = (token, head) if s.boxes else (part, token * s.group + member)
     result = plgpu.load(found.at[place], layout=layout)

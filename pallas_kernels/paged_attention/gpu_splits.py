@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.rolled import rolled
 from pallas_kernels.hopper.store import store_rows
 from pallas_kernels.paged_attention.gpu_join import ABOVE_ALL, NOTHING_TO_JOIN, factors, joined
 from pallas_kernels.paged_attention.gpu_sizes import LINE, ROWS, Sizes
@@ -76,6 +77,10 @@ def lines_of(values):
     return [its[:, first : first + LINE] for its in values for first in range(0, width, LINE)]
 
 
+def columns_of(line):
+    return pl.ds(pl.multiple_of(line * LINE, LINE), LINE)
+
+
 def memory_of_sums(sizes: Sizes):
     """The arrays for the sums of all splits, as `join_kernel` takes them."""
     # A thread has a power of two of them when splits are joined.
@@ -121,9 +126,11 @@ def store_split(sizes: Sizes, unit: Unit, split, sums: Sums, memory, buffer):
         buffer.at[number][...] = its
     plgpu.commit_smem()
     row, count = unit.token * s.group, unit.tokens * s.group
-    for number in range(s.value_lines):
-        columns = pl.ds(number * LINE, LINE)
-        store_rows(buffer.at[number], lines.at[*place], row, count, ROWS, columns)
+
+    def store(line):
+        store_rows(buffer.at[line], lines.at[*place], row, count, ROWS, columns_of(line))
+
+    rolled(0, s.value_lines, row, store)
 
 
 def store_numbers(sizes: Sizes, unit: Unit, split, sums: Sums, memory):

@@ -56,6 +56,7 @@ def test_a_small_model(tmp_path, capsys, monkeypatch):
         serving.measure(engine, Load("decode", 2, 8, 0), 1)
 
 
+@pytest.mark.slow
 def test_a_mesh(tmp_path):
     """Each of four devices has its part of the work; what one device must reach says nothing."""
     small_config(tmp_path)

@@ -64,7 +64,6 @@ def count_loops(function) -> int:
 @pytest.mark.parametrize(
     "family",
     [
-        "qwen3",
         "deepseek_v3",
         "gpt_oss",
         *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES),

@@ -51,10 +51,6 @@ PRODUCTS = {
     "gated": ProductCase(20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8)), gate=Gate()),
     "backward": ProductCase(20, 128, 128, (Term(0, 128, 40), Term(0, 128, 8)), contract=1),
     "narrow tiles": ProductCase(19, 256, 96, (Term(0, 64, 16), Term(64, 32, 24)), groups=1),
-    "a layer of several": ProductCase(
-        20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8, shared=True)), gate=Gate(), layered=True
-    ),
-    "in place": ProductCase(20, 64, 192, (Term(0, 128, 8), Term(128, 64, 24)), cut=(TALL,)),
     # The last tile's second block of features is past the last.
     "biased": ProductCase(20, 64, 192, (Term(0, 192, 8),), biased=True, layered=True),
     "biased, in place, gated": ProductCase(
@@ -62,6 +58,10 @@ PRODUCTS = {
     ),
 }
 SLOW_PRODUCTS = {
+    "a layer of several": ProductCase(
+        20, 64, 256, (Term(0, 128, 16), Term(128, 128, 8, shared=True)), gate=Gate(), layered=True
+    ),
+    "in place": ProductCase(20, 64, 192, (Term(0, 128, 8), Term(128, 64, 24)), cut=(TALL,)),
     "in place, gated": ProductCase(
         40, 64, 256, (Term(0, 128, 16), Term(128, 128, 8)), gate=Gate(), cut=(TALL,), layered=True
     ),
@@ -157,9 +157,6 @@ INNER = {
     "a dense row": InnerCase(
         1, 128, 192, (Term(0, 128, 24), Term(128, 64, 8)), groups=1, layered=True, equal=True
     ),
-    "gated": InnerCase(
-        5, 128, 256, (Term(0, 128, 8), Term(128, 128, 24)), gate=Gate(), layered=True
-    ),
     "biased, gated tiles of 48": InnerCase(
         3,
         64,
@@ -172,6 +169,9 @@ INNER = {
     ),
 }
 SLOW_INNER = {
+    "gated": InnerCase(
+        5, 128, 256, (Term(0, 128, 8), Term(128, 128, 24)), gate=Gate(), layered=True
+    ),
     "gated tiles of 48": InnerCase(
         3, 64, 256, (Term(0, 128, 8), Term(128, 128, 24)), gate=Gate(), cut=(("width", 48),)
     ),
@@ -191,6 +191,7 @@ BESIDE = {
     "heads": BesideCase(12, 64, 128, (Term(0, 128, 8),), groups=3, block=3),
     "biased heads": BesideCase(12, 64, 128, (Term(0, 128, 8),), groups=3, block=3, biased=True),
 }
+OTHERS_BESIDE = "a layer of several", "gated", "heads"
 
 
 def check_inner(case: InnerCase, data, seed=0):
@@ -264,7 +265,7 @@ def check_experts_of_tiles(name, data, seed=0):
     assert_close(*gpu_interpreter.experts_of_tiles(into, out, batch, seed))
 
 
-@pytest.mark.parametrize("name", ["adapters", "none"])
+@pytest.mark.parametrize("name", ["adapters", pytest.param("none", marks=pytest.mark.slow)])
 def test_words_of_tiles_come_back_to_zero(name, monkeypatch):
     """Each is said and waited for as often as it is made for: the last of all makes it zero."""
     said, waited, made = collections.Counter(), collections.Counter(), {}
@@ -301,7 +302,7 @@ def test_words_of_tiles_come_back_to_zero(name, monkeypatch):
     assert len(said) == len(waited) == tiles * len(made)
 
 
-@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("name", ["adapters", "none"])
 @settings(QUICK, max_examples=2)
 @given(data=st.data())
 def test_experts_of_tiles_in_one_kernel(name, data):
@@ -316,7 +317,14 @@ def test_many_experts_of_tiles(name, data, seed):
     check_experts_of_tiles(name, data, seed)
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "parts",
+        "biased heads",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS_BESIDE),
+    ],
+)
 @settings(QUICK, max_examples=2)
 @given(data=st.data())
 def test_product_beside_its_shrink(name, data):
@@ -458,10 +466,10 @@ def test_spread(tokens, choices, width):
     assert found.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("name", ["two parts", "in place"])
+@pytest.mark.parametrize("name", [pytest.param("two parts", marks=pytest.mark.slow), "in place"])
 def test_a_slot_of_nan_stays_apart(name):
     """NaN in one slot's factors and u reaches its own rows alone; all others keep their bits."""
-    case = PRODUCTS[name]
+    case = (PRODUCTS | SLOW_PRODUCTS)[name]
     slots = np.resize(np.array([0, 1, -1, 1, 2], np.int32), 20)
     x, w, *batch, u, factors = case.arguments(np.array([9, 0, 3, 6], np.int32), slots)
     clean = case.run(x, w, *batch, u, factors)

@@ -114,7 +114,9 @@ def pull(function, weights, arrays, view, slots, dout):
     return y, back(dout)
 
 
-@pytest.mark.parametrize("kind", ["adapters", "rank classes", "none"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("adapters", marks=pytest.mark.slow), "rank classes", "none"]
+)
 def test_values_and_gradients_are_the_textbooks(kind):
     weights = kv_b(kind != "none", kind == "rank classes")
     arrays, view, slots, _ = batch()

@@ -66,7 +66,7 @@ SHARED = {
     "no adapters": None,
     "biased": ("gate.b",),
 }
-QUICK = ((values, "shared outer"), (values, "biased"))
+QUICK = ((values, "biased"),)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,12 @@ def compile_all(model: str, generation: str, functions=FUNCTIONS, mesh=(1, 1)) -
 
 
 @pytest.mark.parametrize(
-    "model, mesh", [("deepseek-v2-lite", GRID), ("qwen3-30b-a3b", ROW), ("gpt-oss-20b", GRID)]
+    "model, mesh",
+    [
+        ("deepseek-v2-lite", GRID),
+        ("qwen3-30b-a3b", ROW),
+        pytest.param("gpt-oss-20b", GRID, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_on_four_chips(model, mesh):
     """Of a chip's down 704 columns, and 192 of its gate and up, are no whole lanes; nor are 64 of a

@@ -300,6 +300,7 @@ def check_training(batch, steps: int, modules, **options):
     return engine, trainer
 
 
+@pytest.mark.slow
 def test_adapters_of_attention_alone():
     """In a bank that has nothing for experts, through whose layers gradients go all the same."""
     modules = ["q_proj", "o_proj"]
