@@ -10,6 +10,7 @@ from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots
 from pallas_kernels.head_rotation.api import rotate, rotate_and_cache
 from pallas_kernels.latent_attention.api import KvB, latent_attention
+from pallas_kernels.latent_rotation.api import RowsOf, rotate_and_cache_latents
 from pallas_kernels.layered import Layered
 from pallas_kernels.moe_mlp.api import moe_mlp
 from pallas_kernels.paged_attention.api import (
@@ -30,6 +31,7 @@ __all__ = [
     "Lora",
     "PageView",
     "RoutingPlan",
+    "RowsOf",
     "Scoring",
     "Slots",
     "add_norm",
@@ -44,6 +46,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "rotate_and_cache",
+    "rotate_and_cache_latents",
     "routing_plan",
     "row_sum",
     "top_experts",

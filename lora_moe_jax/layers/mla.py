@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -20,11 +19,11 @@ from lora_moe_jax.config.model import MlaConfig, ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, adapter_slots, lora_of, zero_slots
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.cache import LayerCache
-from lora_moe_jax.layers.lanes import filled_up, whole_lanes
+from lora_moe_jax.layers.lanes import whole_lanes
 from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
 from lora_moe_jax.layers.norm import RmsNorm
-from lora_moe_jax.layers.rope import apply_rope, mla_softmax_scale
-from pallas_kernels import KvB, Lora, latent_attention, write_pages
+from lora_moe_jax.layers.rope import cos_sin, mla_softmax_scale
+from pallas_kernels import KvB, Lora, RowsOf, latent_attention, rotate_and_cache_latents
 
 MLA_NORM_EPS = 1e-6  # of the latent norms, whatever the configuration says
 
@@ -82,19 +81,26 @@ class LatentAttention(nnx.Module):
         cache: LayerCache,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         mla, rope = self.config.mla, self.config.rope
-        q, kv_a = self.in_proj(x, token_slots)
+        joined, width = self.in_proj.joined(x, token_slots), self.in_proj.widths[0]
+        q, kv = RowsOf(joined), RowsOf(joined, width)
         if mla.q_lora_rank is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q), token_slots)
-        q = q.reshape(x.shape[0], -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        q_nope, q_rope = jnp.split(q, [mla.qk_nope_head_dim], axis=-1)
-        latent, k_rope = jnp.split(kv_a, [mla.kv_lora_rank], axis=-1)
-        columns = cache.second.shape[-1]
-        q_rope = filled_up(apply_rope(q_rope, positions, rope), columns)
-        k_rope = filled_up(apply_rope(k_rope[:, None], positions, rope)[:, 0], columns)
-        cache = cache._replace(
-            first=write_pages(cache.first, self.kv_a_layernorm(latent), cache.view),
-            second=write_pages(cache.second, k_rope, cache.view),
+            q_a = self.q_a_layernorm(joined[:, :width])
+            q = RowsOf(self.q_b_proj(q_a, token_slots))
+        head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        q_nope, q_rope, first, second = rotate_and_cache_latents(
+            q,
+            kv,
+            self.kv_a_layernorm.weight[...],
+            *cos_sin(positions, rope),
+            cache.first,
+            cache.second,
+            cache.view,
+            heads=self.kv_b_proj.k_up[...].shape[0],
+            nope=mla.qk_nope_head_dim,
+            eps=MLA_NORM_EPS,
+            interleaved=rope.interleaved,
         )
+        cache = cache._replace(first=first, second=second)
         out = latent_attention(
             q_nope,
             q_rope,
@@ -103,7 +109,7 @@ class LatentAttention(nnx.Module):
             cache.view,
             self.kv_b_proj.by_head(),
             token_slots,
-            scale=mla_softmax_scale(rope, q.shape[-1]),
+            scale=mla_softmax_scale(rope, head),
         )
         return self.o_proj(out.reshape(x.shape[0], -1), token_slots), cache
 

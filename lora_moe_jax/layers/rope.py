@@ -9,21 +9,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lora_moe_jax.config.model import RopeConfig
-from pallas_kernels import rotate
-
-
-def apply_rope(
-    x: Float[Array, "tokens heads width"], positions: Int[Array, " tokens"], rope: RopeConfig
-) -> Float[Array, "tokens heads width"]:
-    """Rotates the first `rope.dim` features of each head in float32; the rest pass through.
-
-    Interleaved pairs (2j, 2j+1) come out de-interleaved, as DeepSeek-V3 writes them; scores do
-    not depend on the order as queries and keys share it.
-    """
-    rotated, rest = x[..., : rope.dim], x[..., rope.dim :]
-    if rope.interleaved:
-        rotated = jnp.concatenate([rotated[..., 0::2], rotated[..., 1::2]], axis=-1)
-    return jnp.concatenate([rotate(rotated, *cos_sin(positions, rope)), rest], axis=-1)
 
 
 def cos_sin(

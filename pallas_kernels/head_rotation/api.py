@@ -65,9 +65,15 @@ def rotate(
     x: Float[Array, "tokens heads width"],
     cos: Float[Array, "tokens half"],
     sin: Float[Array, "tokens half"],
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "tokens heads width"]:
-    """Rotates each pair of features (j, j + width / 2) in float32."""
-    return xla.rotate(x, cos, sin)
+    """Rotates each pair of features (j, j + width / 2) in float32.
+
+    Interleaved pairs (2j, 2j + 1) come out de-interleaved, as DeepSeek-V3 writes them; scores do
+    not depend on the order as queries and keys share it.
+    """
+    return xla.rotate(x, cos, sin, interleaved)
 
 
 def _backend(implementation: str | None, heads, k_pages, v_pages) -> ModuleType:

@@ -113,13 +113,8 @@ class _Token:
 
     def place_in(self, pages):
         """Its page and its place there, and whether it is cached; if not, the place is any."""
-        page_size, page_tables = pages.shape[1], self.inputs.page_tables
-        of, position = self.inputs.request[self.number], self.inputs.positions[self.number]
-        column = position // page_size
-        valid = (of >= 0) & (column < page_tables.shape[1])
-        # Where there is none, some page.
-        page = page_tables[jnp.maximum(of, 0), jnp.minimum(column, page_tables.shape[1] - 1)]
-        return (jnp.where(valid, page, 0), position % page_size), valid
+        view = self.inputs.request, self.inputs.positions, self.inputs.page_tables
+        return place_of_token(*view, self.number, pages.shape[1])
 
     def load(self, ref, block, place=None):
         """Both halves of some heads."""
@@ -140,6 +135,16 @@ class _Token:
         wide = [half.astype(jnp.float32) for half in self.load(ref, block)]
         inverse = lax.rsqrt(_mean(wide, wide) + eps)
         return [half * inverse for half in wide], inverse
+
+
+def place_of_token(request, positions, page_tables, number, page_size: int):
+    """A token's page and its place there, and whether it is cached; if not, the place is any."""
+    of, position = request[number], positions[number]
+    column = position // page_size
+    valid = (of >= 0) & (column < page_tables.shape[1])
+    # Where there is none, some page.
+    page = page_tables[jnp.maximum(of, 0), jnp.minimum(column, page_tables.shape[1] - 1)]
+    return (jnp.where(valid, page, 0), position % page_size), valid
 
 
 def _weighted(halves, weights):

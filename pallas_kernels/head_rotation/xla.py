@@ -29,9 +29,12 @@ def head_gradients(heads, q_weight, k_weight, cos, sin, dq, dk_pages, dv_pages, 
     return dheads
 
 
-def rotate(x, cos, sin):
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+def rotate(x, cos, sin, interleaved=False):
+    cos, sin, wide = cos[:, None], sin[:, None], x.astype(jnp.float32)
+    if interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
     # Of two products that are added, the compiler may fuse either with the addition, and rounds
     # differently. Behind the barrier one of them is a finished number.
     first_sin, second_sin = lax.optimization_barrier((first * sin, second * sin))

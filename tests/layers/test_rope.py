@@ -11,11 +11,12 @@ import pytest
 
 from lora_moe_jax.config.model import RopeConfig
 from lora_moe_jax.layers.rope import (
-    apply_rope,
     attention_factor,
+    cos_sin,
     inverse_frequencies,
     mla_softmax_scale,
 )
+from pallas_kernels import rotate
 
 PLAIN = RopeConfig(dim=64, theta=10000.0)
 # DeepSeek-V3's own numbers.
@@ -109,27 +110,28 @@ def test_mla_softmax_scale():
 
 def rotated(x, positions, rope):
     """Each pair as a complex number, in float64, de-interleaved."""
-    half = rope.dim // 2
     x = np.asarray(x, np.float64)
     turn = np.exp(1j * positions[:, None, None] * inverse_frequencies(rope).astype(np.float64))
     if rope.interleaved:
-        pairs = x[..., 0 : rope.dim : 2] + 1j * x[..., 1 : rope.dim : 2]
+        pairs = x[..., 0::2] + 1j * x[..., 1::2]
     else:
-        pairs = x[..., :half] + 1j * x[..., half : rope.dim]
+        one, other = np.split(x, 2, axis=-1)
+        pairs = one + 1j * other
     turned = pairs * turn * attention_factor(rope)
-    return np.concatenate([turned.real, turned.imag, x[..., rope.dim :]], axis=-1)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def apply_rope(x, positions, rope):
+    return rotate(x, *cos_sin(positions, rope), interleaved=rope.interleaved)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dim", [8, 12])
-def test_rotation(interleaved, dim):
-    """With dim 8 the last 4 of 12 features pass through."""
-    rope = dataclasses.replace(YARN, dim=dim, interleaved=interleaved, mscale=0.3)
+def test_rotation(interleaved):
+    rope = dataclasses.replace(YARN, dim=12, interleaved=interleaved, mscale=0.3)
     x = np.random.default_rng(0).standard_normal((7, 3, 12)).astype(np.float32)
     positions = np.array([0, 1, 2, 17, 100, 1000, 3], np.int32)
     found = np.asarray(jax.jit(lambda x, p: apply_rope(x, p, rope))(x, positions))
     np.testing.assert_allclose(found, rotated(x, positions, rope), rtol=1e-4, atol=1e-4)
-    assert np.array_equal(found[..., dim:], x[..., dim:])
 
 
 def test_known_values():

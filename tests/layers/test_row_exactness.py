@@ -14,8 +14,9 @@ from lora_moe_jax.layers.choice_bias import bias_of_choices
 from lora_moe_jax.layers.embedding import Embedding, OutputHead
 from lora_moe_jax.layers.logprobs import token_logprobs
 from lora_moe_jax.layers.norm import RmsNorm
-from lora_moe_jax.layers.rope import apply_rope
+from lora_moe_jax.layers.rope import cos_sin
 from lora_moe_jax.layers.router import Router
+from pallas_kernels import rotate
 from pallas_kernels.grouped_lora_matmul.gate import Gate, gated
 from tests.layers.modules import MOE, ROPE, build, normal, randomise, slots_of
 
@@ -52,7 +53,7 @@ def compiled(dtype):
             "softmax": softmax(x, slots),
             "sigmoid": sigmoid(x, slots),
             "bias of choices": biased(*softmax(x, slots), x),
-            "rope": apply_rope(heads, positions, ROPE),
+            "rope": rotate(heads[..., : ROPE.dim], *cos_sin(positions, ROPE)),
             "gated": gated(*jnp.split(x, 2, axis=1), Gate()),
             "embedding": embedding(tokens, slots),
             "logits": logits,

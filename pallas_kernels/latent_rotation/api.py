@@ -1,0 +1,104 @@
+"""What latent attention does before it attends: norm and cache latents, rotate, cache rotary keys.
+
+Letters: T tokens, H heads, N columns of their queries that are not rotated, E rotated ones, C of
+latents, P pages.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.implementation import check_known, implementation_module
+from pallas_kernels.latent_rotation import differentiable, xla
+from pallas_kernels.paged_attention.api import PageView
+
+IMPLEMENTATIONS = ("xla", "triton")
+
+
+class RowsOf(NamedTuple):
+    """Columns of an array from the first on, without a copy of them."""
+
+    array: Float[Array, "tokens columns"]
+    first: int = 0
+
+
+def rotate_and_cache_latents(
+    q: RowsOf,
+    kv: RowsOf,
+    weight: Float[Array, " latent"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+    latent_pages: Float[Array, "pages page_size latent"],
+    rope_pages: Float[Array, "pages page_size rope"],
+    view: PageView,
+    *,
+    heads: int,
+    nope: int,
+    eps: float,
+    interleaved: bool,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Queries, the rotated part apart, and the pages with normed latents and rotated keys.
+
+    Differentiable with respect to q, kv, weight and pages, not to angles.
+
+    Args:
+      q: of each token, the N + E columns of every head. kv: its latent, and the E of its rotary
+        key. Both may be parts of one array.
+      weight: of the latents' RMS norm, see `rms_norm`; a `Layered` one has no gradient.
+      cos, sin: float32, of the angle of each of the E / 2 pairs of columns.
+      rope_pages: may be wider than E: zeros are after the keys, and after the queries' part.
+      heads, nope: H and N.
+      interleaved: pairs are columns (2j, 2j + 1), and come out as (j, j + E / 2); else they are
+        that before, too.
+      implementation: "xla" or "triton" (GPUs, pages of E columns); None takes what serves the
+        platform and the shapes best. Their bits differ; a token's depend on that token alone.
+
+    Returns:
+      q_nope [T, H, N], q_rope [T, H, columns of rope_pages], latent_pages, rope_pages. Padding
+      tokens, and positions past the page table, are not cached.
+
+    Raises:
+      NotImplementedError: an implementation that does not exist or cannot serve these shapes.
+    """
+    latent, half = latent_pages.shape[-1], cos.shape[-1]
+    sizes = Sizes(q.first, kv.first, heads, nope, latent, half, interleaved, eps)
+    backend = _backend(implementation, sizes, rope_pages)
+    arrays = q.array, kv.array, weight.astype(kv.array.dtype), cos, sin, latent_pages, rope_pages
+    return differentiable.rotate_and_cache_latents(backend, sizes, *arrays, view)
+
+
+class Sizes(NamedTuple):
+    """What is static: first columns of q and of kv, H, N, C, E / 2, and how pairs lie."""
+
+    q_first: int
+    kv_first: int
+    heads: int
+    nope: int
+    latent: int
+    half: int
+    interleaved: bool
+    eps: float
+
+    @property
+    def rope(self) -> int:
+        return 2 * self.half
+
+    @property
+    def head(self) -> int:
+        return self.nope + self.rope
+
+
+def _backend(implementation: str | None, sizes: Sizes, rope_pages) -> ModuleType:
+    check_known(implementation, IMPLEMENTATIONS)
+    if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
+        return xla
+    if rope_pages.shape[-1] != sizes.rope:
+        if implementation is not None:
+            raise NotImplementedError(f"triton: pages must have E columns ({rope_pages.shape=})")
+        return xla
+    return implementation_module("pallas_kernels.latent_rotation", "triton")
