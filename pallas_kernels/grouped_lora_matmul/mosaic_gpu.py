@@ -117,8 +117,8 @@ def product(
     terms = None
     if factors:
         factors = tuple(map(_whole_ranks, factors))
-        is_dense = tables.equal and w.shape[0] == 1
-        terms, schedule = _terms(x, tables, u, factors, starts, firsts, gate, schedule, is_dense)
+        groups = w.shape[0] if tables.equal else None
+        terms, schedule = _terms(x, tables, u, factors, starts, firsts, gate, schedule, groups)
     schedule = schedule()
     lora, static = (terms, tuple(starts), tuple(firsts)), (schedule, contract, gate, out_dtype)
     return product_kernel(tables, x, w, *lora, *static, bias=bias)
@@ -207,19 +207,24 @@ def _shrink_of_tiles(x, down, factors, scalings, firsts) -> Shrink | None:
     return Shrink(factors, scalings, layout)
 
 
-def _terms(x, tables, u, factors, starts, firsts, gate, schedule, is_dense):
-    """The low-rank terms, and the product's schedule as a function, which makes u where it may."""
+def _terms(x, tables, u, factors, starts, firsts, gate, schedule, groups: int | None):
+    """The low-rank terms, and the product's schedule as a function, which makes u where it may.
+
+    Args:
+      groups: how many of equally many rows there are; None: of others.
+    """
     if not isinstance(u[0], Unmade):
         return Terms(tuple(u), factors), schedule
     widths = tuple(factor.shape[3] for factor in factors)
-    if tables.rows_alone or x.shape[0] == 1:
+    rows_are_tiles = tables.rows_alone or x.shape[0] in (1, groups)
+    if rows_are_tiles and len(set(firsts)) == 1:
         inner = Inner(u, starts, widths, gate is not None)
         its_schedule = functools.partial(schedule, made_ranks=inner.used)
         if inner.fits(its_schedule().features):
             return Terms((), factors, tuple(u)), its_schedule
     a, scalings = zip(*u, strict=True)
     its_schedule = functools.partial(schedule, beside=BYTES_BESIDE)
-    made = _beside(x, a, scalings, firsts, its_schedule()) if is_dense else None
+    made = _beside(x, a, scalings, firsts, its_schedule()) if groups == 1 else None
     if made is not None:
         return Terms((), factors, tuple(u), made), its_schedule
     return Terms(shrink(x, tables, a, (0,) * len(a), scalings, firsts), factors), schedule
