@@ -138,7 +138,7 @@ def product_schedule(
     narrow = 64
     if depth > 1 and heights[-1] <= CHUNK and contract == 2:
         if parts > 1:
-            narrow = _narrow_in_turns(width, parts, most_tiles, made_ranks)
+            narrow = _narrow_gated(width, most_tiles, made_ranks)
         elif groups == 1:
             narrow = _narrow(width, made_ranks)
     w_rows = parts * blocks * consumers * narrow
@@ -191,16 +191,13 @@ def experts_schedules(
       The schedules, and how many rows a block of a stage has; None if too few stages have room.
     """
     heights, buffers = (8,), 2
-    widths = (
-        _narrow_in_turns(width, 2, rows, made_into),
-        _narrow_in_turns(hidden, 1, rows, made_out),
-    )
+    features = _narrow_gated(width, rows, made_into)
     # Of each product the words of its tiles and two buffers; u; a bias.
     free = SHARED_MEMORY - (7 + biased) * ARRAY
     for depth in (DEPTH, DEPTH // 2):
         ring_rows = max(
-            block_rows(2 * widths[0], widths[0], made_into, depth),
-            block_rows(widths[1], widths[1], made_out, depth),
+            block_rows(2 * features, features, made_into, depth),
+            block_rows(64, 64, made_out, depth),
         )
         stages = free // (depth * (ring_rows + heights[-1]) * 128)
         if stages >= 3:
@@ -208,13 +205,14 @@ def experts_schedules(
     else:
         return None
 
-    def schedule(features: int, all_features: int):
-        programs = min(PROGRAMS, rows * -(-all_features // features))
+    def schedule(features: int, tiles: int):
+        programs = min(PROGRAMS, tiles)
         return ProductSchedule(
             1, 1, heights, depth, min(12, stages), buffers, programs, 1, features
         )
 
-    return *map(schedule, widths, (width, hidden)), ring_rows
+    into, out = rows * -(-width // features), rows * -(-hidden // 64)
+    return schedule(features, into), schedule(64, out), ring_rows
 
 
 def experts_schedules_of_tiles(
@@ -270,12 +268,11 @@ def _narrow(width: int, made_ranks: int) -> int:
     return features if features + made_ranks <= 64 else 64
 
 
-def _narrow_in_turns(width: int, parts: int, row_tiles: int, made_ranks: int) -> int:
-    """Features of a tile, of each part, with which turns of all programs load the least."""
+def _narrow_gated(width: int, row_tiles: int, made_ranks: int) -> int:
+    """Features of a tile, of the gate's part, with which turns of all programs load the least."""
 
     def rows(features: int) -> int:
-        turns = -(-row_tiles * -(-width // features) // PROGRAMS)
-        return turns * (parts * features + made_ranks)
+        return -(-row_tiles * -(-width // features) // PROGRAMS) * (2 * features + made_ranks)
 
     return min((64, 48, 32), key=rows)
 

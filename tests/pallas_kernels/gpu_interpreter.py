@@ -293,9 +293,8 @@ class InnerCase(ProductCase):
         return np.asarray(gated(left, right, self.gate), np.float64)
 
 
-def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, widths):
-    """Both products in one kernel, whose one program has tiles of so many features of the gate, and
-    of down."""
+def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, width):
+    """Both products in one kernel, whose one program has tiles of `width` features of the gate."""
     tables = into.tables(group, row_slots)
 
     def product(case, w, a, b, scalings):
@@ -314,10 +313,8 @@ def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, wid
     *schedules, ring_rows = experts_schedules(into.rows, n, hidden, *ranks, into.biased)
     cut = dict(programs=1, stages=3)
     schedules = [dataclasses.replace(its, **cut) for its in schedules]
-    schedules = [
-        dataclasses.replace(its, width=width) for its, width in zip(schedules, widths, strict=True)
-    ]
-    ring_rows = max(ring_rows, 2 * widths[0] + 64, widths[1] + 64)
+    schedules[0] = dataclasses.replace(schedules[0], width=width)
+    ring_rows = max(ring_rows, 2 * width + 64)
 
     @jax.jit
     def run(tables, x, arrays):

@@ -225,23 +225,23 @@ def test_many_products_that_make_u(name, data, seed):
 
 
 EXPERTS = {
-    "adapters": (True, (48, 48), False),
-    "none": (False, (64, 48), False),
-    "biased": (True, (48, 64), True),
-    "biased, none": (False, (64, 64), True),
+    "adapters": (True, 48, False),
+    "none": (False, 64, False),
+    "biased": (True, 48, True),
+    "biased, none": (False, 64, True),
 }
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_in_one_kernel(name):
     """One program has all tiles: the interpreter knows no waits for others."""
-    adapted, widths, biased = EXPERTS[name]
+    adapted, width, biased = EXPERTS[name]
     sizes = 5, 320, 256, (Term(0, 128, 8), Term(128, 128, 24)) * adapted
     into = InnerCase(*sizes, gate=Gate(), layered=adapted, biased=biased)
     out = InnerCase(5, 128, 192, (Term(0, 192, 16),) * adapted, layered=adapted)
     group, slots = np.array([2, 0, 4, 1, 2]), np.array([1, -1, -1, 0, 2])
     call, of_out = into.arguments_of(group, slots), out.arguments_of(group, slots, seed=1)
-    found = gpu_interpreter.experts(into, out, group, slots, call, of_out, widths)
+    found = gpu_interpreter.experts(into, out, group, slots, call, of_out, width)
     h = into.of_rows(*call, group, slots).astype(jnp.bfloat16)
     assert_close(found, out.of_rows(h, *of_out[1:], group, slots))
 
