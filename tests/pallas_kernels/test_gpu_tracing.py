@@ -83,6 +83,34 @@ def test_kernels_that_make_u(tokens, rank, shrinks):
 
 
 @pytest.mark.parametrize(
+    "rows, groups, classes, makes_u",
+    [
+        (1, 1, 1, True),
+        (1, 1, 2, False),
+        (3, 3, 1, True),
+        (3, 3, 2, False),
+        (3, 1, 1, False),
+    ],
+)
+def test_products_of_equal_groups_that_make_u(rows, groups, classes, makes_u):
+    """A row of a group of its own, of slots of one rank: it would find no class of a slot."""
+
+    def array(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def pair(rank):
+        scaling = array(2, 1, dtype=jnp.float32)
+        return Lora(array(2, groups, rank, 128), array(2, groups, rank, 64), scaling)
+
+    x, w, slots = array(rows, 128), array(groups, 64, 128), array(rows, dtype=jnp.int32)
+    lora = tuple(pair(rank) for rank in (8, 16)[:classes])
+    function = functools.partial(grouped_lora_matmul, implementation="mosaic_gpu")
+    kernels = str(jax.make_jaxpr(function)(x, w, None, slots, (lora,)))
+    assert bool(re.search(r"lora_product_r\d+_shrink", kernels)) == makes_u
+    assert bool(re.search(r"lora_product_r\d+", kernels))
+
+
+@pytest.mark.parametrize(
     "name, tokens",
     [*(("qwen3-30b-a3b", tokens) for tokens in (1, 3, 300)), ("gpt-oss-20b", 1)],
 )

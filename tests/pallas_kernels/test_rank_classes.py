@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Gate, Lora, grouped_lora_matmul, moe_mlp
+from pallas_kernels import Gate, Lora, grouped_lora_matmul, lora_matmul, moe_mlp
 from pallas_kernels.grouped_lora_matmul import reference
 from tests.pallas_kernels import test_moe_mlp
 from tests.pallas_kernels.cases import Part, Shape, make_case
@@ -230,3 +230,18 @@ def test_classes_of_a_layer_that_do_not_belong_together():
     split = {name: in_classes(call[name], MOE_CLASSES) for name in ("lora_gate", "lora_up")}
     with pytest.raises(ValueError, match=r"lora_down must have.*\(2, 1\) and \(3,\)"):
         moe_mlp(**(call | split))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_of_a_dense_layer(rows, implementation):
+    """Each row of a class of its own: no class's factors stand for another's."""
+    classes = tuple(range(sum(its.slots for its in CLASSES)))
+    shape = Shape(rows, 1, 64, (Part(64),)).served_by(implementation)
+    ranks = ranks_of(CLASSES)
+    shape = dataclasses.replace(shape, slots=len(ranks), rank=max(ranks))
+    for first in (-1, *classes):
+        slots = np.arange(first, first + rows) % len(ranks) if first >= 0 else np.full(rows, -1)
+        case = make_case(shape, [rows], slots, ranks=ranks)
+        dense = jax.jit(functools.partial(lora_matmul, implementation=implementation))
+        y = dense(case.x, case.w[0], case.row_slots, classes_of_parts(case.lora))
+        assert_close_to_definition(np.asarray(y), case, classes_of_parts(case.lora), shape)
