@@ -10,7 +10,7 @@ from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots
 from pallas_kernels.head_rotation.api import rotate, rotate_and_cache
 from pallas_kernels.latent_attention.api import KvB, latent_attention
-from pallas_kernels.latent_rotation.api import RowsOf, rotate_and_cache_latents
+from pallas_kernels.latent_rotation.api import ColumnsOf, rotate_and_cache_latents
 from pallas_kernels.layered import Layered
 from pallas_kernels.moe_mlp.api import moe_mlp
 from pallas_kernels.paged_attention.api import (
@@ -25,13 +25,13 @@ from pallas_kernels.top_experts.api import top_experts
 from pallas_kernels.top_experts.xla import Scoring
 
 __all__ = [
+    "ColumnsOf",
     "Gate",
     "KvB",
     "Layered",
     "Lora",
     "PageView",
     "RoutingPlan",
-    "RowsOf",
     "Scoring",
     "Slots",
     "add_norm",

@@ -67,7 +67,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         tokens, width = x.shape[0], self.config.head_dim
         columns = cache.first.shape[-1]
-        heads = self.qkv_proj.joined(x, token_slots).reshape(tokens, -1, width)
+        heads = self.qkv_proj(x, token_slots).reshape(tokens, -1, width)
         angles = cos_sin(positions, self.config.rope)
         q, first, second = rotate_and_cache(
             _with_zeros(self._local_heads(heads), columns),

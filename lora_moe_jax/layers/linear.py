@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -80,7 +78,7 @@ class Part(NamedTuple):
 class FusedLinear(nnx.Module):
     """Several projections of one input as one product, each with its own adapters.
 
-    Returns one array for each part, of unequal widths if need be (MLA's q_a and kv_a).
+    Parts may have unequal widths (MLA's q_a and kv_a).
     """
 
     def __init__(self, parts: tuple[Part, ...], in_features: int, build: Build):
@@ -117,12 +115,6 @@ class FusedLinear(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "tokens in"], token_slots: Int[Array, " tokens"]
-    ) -> list[jax.Array]:
-        y = self.joined(x, token_slots)
-        return jnp.split(y, np.cumsum(self.widths)[:-1], axis=1)
-
-    def joined(
         self, x: Float[Array, "tokens in"], token_slots: Int[Array, " tokens"]
     ) -> Float[Array, "tokens out"]:
         """All parts in one array, one after the other."""

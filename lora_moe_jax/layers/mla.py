@@ -23,7 +23,7 @@ from lora_moe_jax.layers.lanes import whole_lanes
 from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
 from lora_moe_jax.layers.norm import RmsNorm
 from lora_moe_jax.layers.rope import cos_sin, mla_softmax_scale
-from pallas_kernels import KvB, Lora, RowsOf, latent_attention, rotate_and_cache_latents
+from pallas_kernels import ColumnsOf, KvB, Lora, latent_attention, rotate_and_cache_latents
 
 MLA_NORM_EPS = 1e-6  # of the latent norms, whatever the configuration says
 
@@ -81,11 +81,11 @@ class LatentAttention(nnx.Module):
         cache: LayerCache,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         mla, rope = self.config.mla, self.config.rope
-        joined, width = self.in_proj.joined(x, token_slots), self.in_proj.widths[0]
-        q, kv = RowsOf(joined), RowsOf(joined, width)
+        joined, width = self.in_proj(x, token_slots), self.in_proj.widths[0]
+        q, kv = ColumnsOf(joined), ColumnsOf(joined, width)
         if mla.q_lora_rank is not None:
             q_a = self.q_a_layernorm(joined[:, :width])
-            q = RowsOf(self.q_b_proj(q_a, token_slots))
+            q = ColumnsOf(self.q_b_proj(q_a, token_slots))
         head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         q_nope, q_rope, first, second = rotate_and_cache_latents(
             q,

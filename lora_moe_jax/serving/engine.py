@@ -145,8 +145,8 @@ class Engine:
             begin with the same tokens under the same version of an adapter. No bit depends on it.
           decode_steps: how many tokens of each request the device generates without the host while
             nobody waits, no prompt is left, no request reaches its max_tokens, and none wants the
-            most likely tokens. Tokens then come in groups of this many, and a new request may wait
-            for two of them. No bit depends on it.
+            most likely tokens or filters them. Tokens then come in groups of this many, and a new
+            request may wait for two of them. No bit depends on it.
           max_logprobs: the most that `SamplingParams.logprobs` and `score`'s `top_logprobs` may
             ask for.
           max_waiting: most requests that may wait for one of the `max_requests` places; those that

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 PARTS = 128  # of a row, at most, that are looked through at once
@@ -28,25 +27,21 @@ class SamplingRows(NamedTuple):
 
 
 def sample(
-    logits: Float[Array, "rows vocab"], rows: SamplingRows, filters: bool | None = None
+    logits: Float[Array, "rows vocab"], rows: SamplingRows, filters: bool
 ) -> Int[Array, " rows"]:
     """The most likely token where the temperature is 0, otherwise a sample.
 
     Filters follow the temperature: top-k, then top-p, then min-p, as in vLLM.
 
     Args:
-      filters: whether any row has one. If it is None the device looks, and goes without them where
-        it can: a GPU's host then waits until it has looked, and begins nothing meanwhile.
+      filters: whether any row has one.
     """
     greedy, largest = _largest(logits)
     drawn = rows.temperature > 0
     # Below the largest, so that a small temperature overflows to -inf and never to inf.
     below = logits - largest[:, None]
     kept = below / jnp.where(drawn, rows.temperature, 1)[:, None]
-    if filters is None:
-        needed = jnp.any(drawn & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)))
-        kept = lax.cond(needed, _filter, lambda kept, _: kept, kept, rows)
-    elif filters:
+    if filters:
         kept = _filter(kept, rows)
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(rows.seed, rows.step, logits.shape[1])
     return jnp.where(drawn, _largest(kept + noise)[0], greedy)

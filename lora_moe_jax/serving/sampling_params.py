@@ -64,6 +64,11 @@ class SamplingParams:
         ids = all(_is_int(token, 0) for token in self.stop_token_ids)
         self._require("stop_token_ids", "token ids", ids)
 
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are filtered by top-k, top-p or min-p."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     def _require(self, key: str, expected: str, holds: bool) -> None:
         if not holds:
             raise RequestError(

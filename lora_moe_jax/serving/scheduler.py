@@ -398,11 +398,16 @@ class Scheduler:
         return generating, prompts
 
     def _can_go_on(self, generating: list[Request], prompts: list) -> bool:
-        """Whether the device may take several steps; then their pages are taken."""
+        """Whether the device may take several steps; then their pages are taken.
+
+        Not with filters: asked for them in every step, the host would wait each time.
+        """
         steps = self.decode_steps
         if steps == 1 or prompts or self.waiting:
             return False
-        if any(r.computed + steps > r.capacity or r.params.logprobs for r in generating):
+        if any(r.computed + steps > r.capacity for r in generating):
+            return False
+        if any(r.params.logprobs or r.params.filters for r in generating):
             return False
         missing = [self.pool.needed(r.computed + steps) - len(r.pages) for r in generating]
         if sum(max(count, 0) for count in missing) > self.pool.free:

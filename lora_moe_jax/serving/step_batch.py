@@ -90,9 +90,7 @@ class RowTable:
             values.top_p[row] = params.top_p
             values.min_p[row] = params.min_p
             values.seed[row] = request.seed
-            self._filters[row] = params.temperature > 0 and (
-                params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-            )
+            self._filters[row] = params.filters
             self._top[row] = bool(params.logprobs)
 
     def lay_out(

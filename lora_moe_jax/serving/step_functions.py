@@ -82,7 +82,11 @@ def decode(
     last_tokens,
     packed,
 ):
-    """Several steps of a batch of one token for each row: (pages, last_tokens, chosen)."""
+    """Several steps of a batch of one token for each row, whose tokens nothing filters.
+
+    Returns:
+      pages, last_tokens, chosen.
+    """
     model = arrays.merge(base, bank)
     chosen = jnp.zeros((steps, 2, last_tokens.shape[0]), jnp.int32)
 
@@ -90,7 +94,7 @@ def decode(
         pages, last_tokens, inputs, chosen = carry
         pages, hidden, _ = _forward(model, pages, last_tokens, inputs)
         order, logits = _logits(model, hidden, inputs)
-        last_tokens, one = _choose(logits, inputs.rows, order, last_tokens, filters=None)
+        last_tokens, one = _choose(logits, inputs.rows, order, last_tokens, filters=False)
         return pages, last_tokens, advanced(inputs), chosen.at[i].set(one)
 
     carry = pages, last_tokens, layout.unpack(packed), chosen
@@ -136,7 +140,7 @@ def _logits(model: Decoder, hidden, inputs: StepInputs):
     return order, model.logits(hidden.at[places].get(mode="clip"), slots)
 
 
-def _choose(logits, rows: RowInputs, order, last_tokens, filters: bool | None):
+def _choose(logits, rows: RowInputs, order, last_tokens, filters: bool):
     """The rows' last tokens [B], and the tokens and the bits of their logprobs [2, B].
 
     Args:

@@ -62,7 +62,7 @@ def check(x, w, lora, parts, out_dtype=None):
         refuse("K and every part of N must be multiples of 8, the copy engine's unit")
     if x.shape[1] > gpu_spread.MAX_WIDTH:
         refuse(f"K goes up to {gpu_spread.MAX_WIDTH}")
-    # Those of a tile are of one part; B is copied in tiles of as many as a step has ranks.
+    # Features of a tile are of one part, and B is copied in tiles of as many as a step has ranks.
     unit = 64 if len(parts) > 1 else 32
     if pairs and (x.shape[1] % 64 or any(width % unit for width in parts)):
         refuse("with adapters K, and of several parts of N each, must be multiples of 64, N of 32")

@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.api import PageView
 IMPLEMENTATIONS = ("xla", "triton")
 
 
-class RowsOf(NamedTuple):
+class ColumnsOf(NamedTuple):
     """Columns of an array from the first on, without a copy of them."""
 
     array: Float[Array, "tokens columns"]
@@ -27,8 +27,8 @@ class RowsOf(NamedTuple):
 
 
 def rotate_and_cache_latents(
-    q: RowsOf,
-    kv: RowsOf,
+    q: ColumnsOf,
+    kv: ColumnsOf,
     weight: Float[Array, " latent"],
     cos: Float[Array, "tokens half"],
     sin: Float[Array, "tokens half"],

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Layered, PageView, RowsOf, rotate_and_cache_latents
+from pallas_kernels import ColumnsOf, Layered, PageView, rotate_and_cache_latents
 
 PAGE, EPS, FIRST = 8, 1e-6, 3
 # Request, position: two requests, a padding token, one past its page table.
@@ -41,7 +41,7 @@ def run(sizes, implementation, interleaved=True):
     static = dict(heads=heads, nope=nope, eps=EPS, interleaved=interleaved)
 
     def call(joined, *rest):
-        q, kv = RowsOf(joined, FIRST), RowsOf(joined, first)
+        q, kv = ColumnsOf(joined, FIRST), ColumnsOf(joined, first)
         return rotate_and_cache_latents(q, kv, *rest, **static, implementation=implementation)
 
     return jax.jit(call)

@@ -25,10 +25,14 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, s
         seed=seeds.astype(np.uint32),
         step=steps.astype(np.int32),
     )
-    return np.asarray(SAMPLE(np.tile(np.float32(logits), (DRAWS, 1)), rows))
+    logits = np.tile(np.float32(logits), (DRAWS, 1))
+    found = np.asarray(SAMPLE(logits, rows, filters=True))
+    if not (top_k or top_p < 1 or min_p):
+        assert np.array_equal(found, SAMPLE(logits, rows, filters=False))
+    return found
 
 
-SAMPLE = jax.jit(sample)
+SAMPLE = jax.jit(sample, static_argnames="filters")
 
 
 @pytest.mark.parametrize("vocabulary", [151, 384, 1000])
@@ -38,7 +42,8 @@ def test_the_first_of_the_largest(vocabulary):
     logits[3], logits[4], logits[5, 79] = -np.inf, np.inf, np.nan
     rows = SamplingRows(*(np.zeros(16, np.int32) for _ in SamplingRows._fields))
     expected = np.argmax(logits, axis=1)
-    assert np.asarray(SAMPLE(logits, rows)).tolist() == expected.tolist()
+    for filters in (False, True):
+        assert SAMPLE(logits, rows, filters=filters).tolist() == expected.tolist()
 
 
 def allowed(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:

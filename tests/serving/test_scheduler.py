@@ -279,15 +279,15 @@ def test_a_request_that_ends_by_its_length_is_left_out_at_once():
 
 def test_a_filter_and_several_steps_at_once_are_sent():
     one = scheduler(pages=32)
+    one.decode_steps = 2
     filtered = generating(3, 20)
     filtered.params = SamplingParams(max_tokens=20, top_k=3)
     one.add([filtered, generating(3, 20, 1)])
     for _ in range(6):
         batch = one.next_batch()
-        assert batch.packed is not None and batch.filters
+        assert batch.packed is not None and batch.filters and batch.steps == 1
         take_results(one, batch)
     one.finish(filtered)
-    one.decode_steps = 2
     for _ in range(3):
         batch = one.next_batch()
         assert batch.packed is not None and batch.steps == 2
