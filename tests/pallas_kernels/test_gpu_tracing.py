@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import Lora, grouped_lora_matmul, implementation, moe_mlp
+from pallas_kernels import Lora, grouped_lora_matmul, implementation, lora_matmul, moe_mlp
 from pallas_kernels.shapes import EXPERT_SHAPES
 
 if jax.__version_info__ < (0, 11):
@@ -108,6 +108,35 @@ def test_products_of_equal_groups_that_make_u(rows, groups, classes, makes_u):
     kernels = str(jax.make_jaxpr(function)(x, w, None, slots, (lora,)))
     assert bool(re.search(r"lora_product_r\d+_shrink", kernels)) == makes_u
     assert bool(re.search(r"lora_product_r\d+", kernels))
+
+
+@pytest.mark.parametrize(
+    "k, parts, served",
+    [
+        (64, (32,), True),  # gpt-oss's router
+        (64, (96,), True),
+        (64, (128, 64), True),
+        (64, (48,), False),
+        (64, (64, 32), False),
+        (96, (64,), False),
+    ],
+)
+def test_widths_with_adapters(k, parts, served):
+    def array(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def pair(width):
+        a, b = (array(2, 1, 16, columns) for columns in (k, width))
+        return Lora(a, b, array(2, 1, dtype=jnp.float32))
+
+    x, w, slots = array(3, k), array(sum(parts), k), array(3, dtype=jnp.int32)
+    function = functools.partial(lora_matmul, parts=parts, implementation="mosaic_gpu")
+    lora = tuple(map(pair, parts))
+    if served:
+        assert jax.eval_shape(function, x, w, slots, lora).shape == (3, sum(parts))
+    else:
+        with pytest.raises(NotImplementedError, match="must be multiples of 64, N of 32"):
+            jax.eval_shape(function, x, w, slots, lora)
 
 
 @pytest.mark.parametrize(
