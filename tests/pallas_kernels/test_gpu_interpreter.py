@@ -232,7 +232,9 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(
+    "name", ["adapters", "none", "biased", pytest.param("biased, none", marks=pytest.mark.slow)]
+)
 def test_experts_in_one_kernel(name):
     """One program has all tiles: the interpreter knows no waits for others."""
     adapted, width, biased = EXPERTS[name]

@@ -176,7 +176,7 @@ def routing(rng, tokens, choices, groups, slots, crowded):
     "tokens, choices, groups, slots",
     [*ROUTES, *(pytest.param(*route, marks=pytest.mark.slow) for route in SLOW_ROUTES)],
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), crowded=st.booleans())
 def test_route(tokens, choices, groups, slots, seed, crowded):
     group, slot = routing(np.random.default_rng(seed), tokens, choices, groups, slots, crowded)
