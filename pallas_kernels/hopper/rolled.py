@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,6 +19,6 @@ def unknown(value: int, number):
     return value + lax.shift_right_logical(number, jnp.int32(30))
 
 
-def rolled(first: int, end: int, number, do: Callable[[jnp.ndarray], None]) -> None:
+def rolled(first: int, end: int, number, do: Callable[[jax.Array], None]) -> None:
     """do(i) for each i from the first to the one before the end; `number` as in `unknown`."""
     lax.fori_loop(first, unknown(end, number), lambda i, _: do(i), None)
