@@ -9,11 +9,8 @@ import dataclasses
 import math
 
 from pallas_kernels import implementation
-from pallas_kernels.hopper.machine import (
-    HALF_MEMORY,
-    PROGRAMS,
-    SHARED_MEMORY,
-)
+from pallas_kernels.hopper.machine import HALF_MEMORY, PROGRAMS, SHARED_MEMORY
+from pallas_kernels.hopper.store import whole_lines
 
 ARRAY = 1024  # bytes of shared memory that every array takes a multiple of
 CHUNK = 32  # rows added and stored at once
@@ -188,10 +185,13 @@ def experts_schedules(
       biased: whether gate and up have a bias.
 
     Returns:
-      The schedules, and how many rows a block of a stage has; None if too few stages have room.
+      The schedules, and how many rows a block of a stage has; None if too few stages have room, or
+      h has columns that nobody makes.
     """
     heights, buffers = (8,), 2
     features = _narrow_gated(width, rows, made_into)
+    if not _makes_all_of_h(width, features):
+        return None
     # Of each product the words of its tiles and two buffers; u; a bias.
     free = SHARED_MEMORY - (7 + biased) * ARRAY
     for depth in (DEPTH, DEPTH // 2):
@@ -230,10 +230,12 @@ def experts_schedules_of_tiles(
 
     Returns:
       None where products apart are as good: with more rows, or with so few tiles that each program
-      has to draw all that it can.
+      has to draw all that it can; and where h has columns that nobody makes.
     """
     tiles = _most_tiles(rows, groups)
     if rows / groups > MOST_OF_GROUP or tiles * -(-width // 64) < 2 * PROGRAMS:
+        return None
+    if not _makes_all_of_h(width, 64):
         return None
     heights, buffers, ring_rows = _heights(rows, groups), 2, 128
     words = 4 * TILES * words_of_tile(heights)
@@ -253,6 +255,15 @@ def experts_schedules_of_tiles(
 
     # 64 features of gate and of up, or 128 of down.
     return schedule(1, -(-width // 64)), schedule(2, -(-hidden // 128)), ring_rows
+
+
+def _makes_all_of_h(width: int, features: int) -> bool:
+    """Whether tiles of so many features fill all lines that h has.
+
+    A stage of down has several blocks of columns. Past K there are zeros in W, and there must be
+    zeros in h as well, or nothing: 0 x NaN is NaN, and memory that nobody wrote may be that.
+    """
+    return -(-width // features) * features >= whole_lines(width, 64)
 
 
 def _narrow(width: int, made_ranks: int) -> int:

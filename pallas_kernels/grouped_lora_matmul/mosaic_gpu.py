@@ -180,8 +180,7 @@ def _experts_of_tiles(x, gate_up, bias, down, tables: Tables, into, out, gate):
         of_down = _shrink_of_tiles(x, down, *_whole_factors(a_down, scalings_down), firsts[1])
         factors = [tuple(map(_whole_ranks, its)) for its in (b, b_down)]
         steps = {rank_step(max(factor.shape[2] for factor in its)) for its in factors}
-        # Stages have ranks of one number; h of one line of columns has another that is not written.
-        if of_down is None or len(steps) > 1 or down.shape[2] < 128:
+        if of_down is None or len(steps) > 1:  # stages have ranks of one number
             return None
     found = experts_schedules_of_tiles(*sizes, of_down and of_down.layout.schedule)
     if found is None:

@@ -99,9 +99,9 @@ def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
 @pytest.mark.parametrize(
     "windows",
     [
-        (2, None) * 5,
+        pytest.param((2, None) * 5, marks=pytest.mark.slow),
         pytest.param((None, 2, 3) * 3, marks=pytest.mark.slow),
-        pytest.param((None, None, 2, 2, 2), marks=pytest.mark.slow),
+        (None, None, 2, 2, 2),
     ],
 )
 def test_a_loop_of_layers_of_several_windows(windows, request):

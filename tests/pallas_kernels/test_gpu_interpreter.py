@@ -192,7 +192,7 @@ BESIDE = {
     "heads": BesideCase(12, 64, 128, (Term(0, 128, 8),), groups=3, block=3),
     "biased heads": BesideCase(12, 64, 128, (Term(0, 128, 8),), groups=3, block=3, biased=True),
 }
-OTHERS_BESIDE = "a layer of several", "gated", "heads"
+OTHERS_BESIDE = "parts", "a layer of several", "gated", "heads"
 
 
 def check_inner(case: InnerCase, data, seed=0):
@@ -270,7 +270,7 @@ def check_experts_of_tiles(name, data, seed=0):
     assert_close(*gpu_interpreter.experts_of_tiles(into, out, batch, seed))
 
 
-@pytest.mark.parametrize("name", ["adapters", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param("adapters", marks=pytest.mark.slow), "none"])
 def test_words_of_tiles_come_back_to_zero(name, monkeypatch):
     """Each is said and waited for as often as it is made for: the last of all makes it zero."""
     said, waited, made = collections.Counter(), collections.Counter(), {}
@@ -307,7 +307,7 @@ def test_words_of_tiles_come_back_to_zero(name, monkeypatch):
     assert len(said) == len(waited) == tiles * len(made)
 
 
-@pytest.mark.parametrize("name", ["adapters", "none"])
+@pytest.mark.parametrize("name", ["adapters"])
 @settings(QUICK, max_examples=2)
 @given(data=st.data())
 def test_experts_of_tiles_in_one_kernel(name, data):
@@ -325,7 +325,6 @@ def test_many_experts_of_tiles(name, data, seed):
 @pytest.mark.parametrize(
     "name",
     [
-        "parts",
         "biased heads",
         *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS_BESIDE),
     ],
@@ -488,7 +487,8 @@ def test_a_slot_of_nan_stays_apart(name):
     assert found[~hit].tobytes() == clean[~hit].tobytes()
 
 
-@pytest.mark.parametrize("gate", [pytest.param(None, marks=pytest.mark.slow), GPT_OSS])
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", [None, GPT_OSS])
 def test_with_a_bias_bits_do_not_depend_on_the_schedule(gate):
     """Without adapters, whose sums the interpreter adds in another order."""
     parts = 1 if gate is None else 2
@@ -514,7 +514,7 @@ def test_in_place_tiles_without_rows_wait_for_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 def test_one_number_that_is_not_finite_stays_apart_in_place(value):
     """In one feature of one group's B: nothing else of the tile's other rows tells of it."""
     case = ProductCase(40, 64, 192, (Term(0, 192, 8),), groups=2, cut=(TALL,))

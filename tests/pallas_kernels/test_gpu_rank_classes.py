@@ -41,7 +41,7 @@ SHRINKS = {
     "pieces of runs": ShrinkCase(20, 192, (64, 64), as_of=10_000),
 }
 # Where each compiles.
-SOME = ("gated", "parts apart")
+SOME = ("gated", "blocks of rows")
 
 
 def some(cases):

@@ -28,6 +28,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, Tiles
 from pallas_kernels.grouped_lora_matmul.mosaic_gpu import MAX_RANK
 from pallas_kernels.hopper.machine import SHARED_MEMORY
+from pallas_kernels.hopper.store import whole_lines
 from pallas_kernels.shapes import DECODE_TOKENS, EXPERT_SHAPES, PREFILL_TOKENS
 
 LIMIT = 227 * 1024  # bytes of shared memory that one program of an H200 may have
@@ -228,6 +229,19 @@ def test_experts_in_one_kernel_share_a_ring(name, rank, biased):
         assert 0 <= layout.first_rank and layout.first_rank + used <= 64
     ends = [layout.w_rows - layout.schedule.width + 64 for layout in layouts]
     assert max(ends) <= ring_rows
+
+
+def test_experts_in_one_kernel_leave_no_column_of_h_unmade():
+    """Stages of down have all columns of h's whole lines, and what nobody wrote may be NaN."""
+    served = []
+    for width in range(8, 400, 8):
+        of_rows = gs.experts_schedules(3, width, 256, 32, 16)
+        of_tiles = gs.experts_schedules_of_tiles(600, 60, width, 256)
+        for found in filter(None, (of_rows, of_tiles)):
+            features = found[0].features
+            assert -(-width // features) * features >= whole_lines(width, 64)
+        served.append((width, of_rows is not None, of_tiles is not None))
+    assert {(64, False, False), (128, True, False), (384, True, True)} <= set(served)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -166,7 +166,7 @@ def jitted_layer(implementation):
     "shared",
     [
         pytest.param("per expert", marks=pytest.mark.slow),
-        "shared outer",
+        pytest.param("shared outer", marks=pytest.mark.slow),
         pytest.param("shared outer, one scaling", marks=pytest.mark.slow),
     ],
 )

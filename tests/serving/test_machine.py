@@ -380,7 +380,7 @@ class Machine(RuleBasedStateMachine):
         assert len(pool.prefixes) == 0
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_operations(world, examples):
     run_state_machine_as_test(
         lambda: Machine(world),
