@@ -387,7 +387,7 @@ def dense(call, dy):
     [
         pytest.param("per expert", marks=pytest.mark.slow),
         pytest.param("shared outer", marks=pytest.mark.slow),
-        "shared outer, one scaling",
+        pytest.param("shared outer, one scaling", marks=pytest.mark.slow),
         "no adapters",
         "biases",
     ],

@@ -33,7 +33,7 @@ def compile_all(model: str, generation: str, functions=FUNCTIONS, mesh=(1, 1)) -
     "model, mesh",
     [
         ("deepseek-v2-lite", GRID),
-        ("qwen3-30b-a3b", ROW),
+        pytest.param("qwen3-30b-a3b", ROW, marks=pytest.mark.slow),
         pytest.param("gpt-oss-20b", GRID, marks=pytest.mark.slow),
     ],
 )

@@ -16,8 +16,8 @@ LENGTHS = [2, 33, 7, 20, 65, 12]
 @pytest.mark.parametrize(
     "family, dtype",
     [
-        ("gpt_oss", "float32"),
-        pytest.param("deepseek_v3", "float32", marks=pytest.mark.slow),
+        ("deepseek_v3", "float32"),  # whose trainer other tests have, too
+        pytest.param("gpt_oss", "float32", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "float32", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "bfloat16", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "bfloat16", marks=pytest.mark.slow),
