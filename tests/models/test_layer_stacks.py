@@ -65,7 +65,7 @@ def count_loops(function) -> int:
     "family",
     [
         "deepseek_v3",
-        "gpt_oss",
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
         *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES),
     ],
 )

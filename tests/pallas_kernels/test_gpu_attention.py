@@ -231,7 +231,7 @@ SPLIT_CASES = {
     [
         pytest.param("grouped", marks=pytest.mark.slow),
         pytest.param("a window", marks=pytest.mark.slow),
-        "sinks",
+        pytest.param("sinks", marks=pytest.mark.slow),
         pytest.param("latents", marks=pytest.mark.slow),
         "latents shared by two",
     ],

@@ -163,7 +163,7 @@ def test_biases_of_gate_and_up(shared, implementation, dtype):
     np.testing.assert_array_equal(run(implementation, call | stacks, gate=GPT_OSS), together)
 
 
-@pytest.mark.parametrize("rank", [16, 32])
+@pytest.mark.parametrize("rank", [pytest.param(16, marks=pytest.mark.slow), 32])
 def test_one_token_of_an_engine_with_slots(rank, implementation, dtype):
     """Without an adapter it has the bits of an engine without; a wide row's stages come round."""
     hidden, width, groups = 2048, 384, 4
@@ -240,7 +240,7 @@ def test_tokens_of_a_decode_step(ranks, implementation, dtype):
     assert not np.isfinite(found[~others]).any()
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("tokens", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_two_layers_of_one_routing(tokens, implementation, dtype):
     """A compiler makes one of what they do alike: their tables, and where kernels count."""
     call = decode_step((16, 16), dtype)
