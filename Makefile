@@ -16,6 +16,8 @@ PARALLEL = -n auto --maxprocesses=4
 # Which tests stay together tests/conftest.py says.
 GROUPED = --dist loadscope --no-loadscope-reorder
 export PYTHON
+# Tests start many processes: what Python compiles is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE =
 
 TESTS = tests
 AOT = tests/pallas_kernels/test_gpu_ahead_of_time.py tests/pallas_kernels/test_tpu_compile.py \
