@@ -307,11 +307,10 @@ def test_words_of_tiles_come_back_to_zero(name, monkeypatch):
     assert len(said) == len(waited) == tiles * len(made)
 
 
-@pytest.mark.parametrize("name", ["adapters"])
 @settings(QUICK, max_examples=2)
 @given(data=st.data())
-def test_experts_of_tiles_in_one_kernel(name, data):
-    check_experts_of_tiles(name, data)
+def test_experts_of_tiles_in_one_kernel(data):
+    check_experts_of_tiles("adapters", data)
 
 
 @pytest.mark.slow
