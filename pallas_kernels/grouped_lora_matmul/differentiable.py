@@ -11,10 +11,13 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
     tables(group_sizes, row_slots, groups) -> tables
         All it needs to know about the rows, computed once for all products of a layer. Has
         `row_slots` (-1 for rows past the last group too) and `group_of_row`.
-    dispatch(x, groups, slots, group, token_slots, valid) -> Route(token, position, tables), rows
+    dispatch(x, groups, slots, group, token_slots, valid, terms=())
+            -> Route(token, position, tables), rows, u
         The same for (token, choice) rows, sorted by (group, slot), and each row's x; `slots` is how
         many there are. Rows of a number that is not one of a group, and those of tokens that are
-        not valid (bool [T], None: all are), come after the last group.
+        not valid (bool [T], None: all are), come after the last group. u is what
+        `shrink_for_product` gives of the `Term`s, all of all of x, where laying rows out makes it;
+        else None.
     product(x, w, tables, u, factors, starts, firsts, *, contract, gate=None, out_dtype=None,
             bias=None) -> [M, N]
         x[t] times its group's weight, contracted over w's axis `contract`: 2 for w [G, N, K],
@@ -81,7 +84,7 @@ def grouped_lora_matmul(
     bias,
     tables,
     lora,
-    shared_u,
+    known_u,
 ):
     """See `api.grouped_lora_matmul`; `parts` and `lora` are complete here.
 
@@ -89,19 +92,20 @@ def grouped_lora_matmul(
     backward product and the sums of `outer`.
 
     Args:
-      shared_u: u of every term if it is known already, computed once for each token from shared
-        A factors; else None. Its gradient flows through x and lora as if it were computed here.
+      known_u: u of every term if it is known already, where rows were laid out, or computed once
+        for each token from shared A factors; else None. Its gradient flows through x and lora as if
+        it were computed here.
     """
     terms = terms_of_parts(parts, lora)
-    u = _shrink(backend.shrink_for_product, x, tables, terms) if shared_u is None else shared_u
+    u = _shrink(backend.shrink_for_product, x, tables, terms) if known_u is None else known_u
     return _product(backend, x, w, bias, tables, u, terms, gate, out_dtype)
 
 
-def _forward(backend, parts, gate, out_dtype, x, w, bias, tables, lora, shared_u):
+def _forward(backend, parts, gate, out_dtype, x, w, bias, tables, lora, known_u):
     # Differentiated outside of jit, NumPy arguments arrive as they are.
     x, w, bias, tables, lora = jax.tree.map(jnp.asarray, (x, w, bias, tables, lora))
     terms = terms_of_parts(parts, lora)
-    u = kept(_shrink(backend.shrink, x, tables, terms) if shared_u is None else shared_u)
+    u = kept(_shrink(backend.shrink, x, tables, terms) if known_u is None else known_u)
     y = kept(_product(backend, x, w, bias, tables, u, terms, None, out_dtype))
     before_gate = None
     if gate is not None:

@@ -24,11 +24,12 @@ TALLEST = MOST_STAGED if implementation.REGISTERS_MOVE else 128
 LOWEST = 64  # where all rows are one group, and are more than `TALLEST`
 TILE_COST = 100  # cycles
 TALL = 112  # rows from which runs may be added in place
-PIECE = 64  # rows of a run that one unit of a shrink takes at most
+PIECE = 56  # rows of a run that one unit of a shrink takes at most
 BLOCKS_OF_ROWS = 4 * PROGRAMS  # up to so many rows, a unit of a shrink is a block of rows instead
 DEPTH = 4  # blocks of 64 columns in one stage of a product of few tiles
 ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
 NARROWEST = 16  # features of a tile
+MOST_STAGES = 12  # of a shrink
 SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
 BLOCK_OF_ROWS = 8  # at most, of a unit of a shrink of few rows
 MOST_OF_GROUP = 12  # rows on average, of experts in one kernel
@@ -166,7 +167,7 @@ def product_schedule(
         consumers,
         heights,
         depth,
-        min(12, free // stage),
+        min(MOST_STAGES, free // stage),
         buffers,
         min(PROGRAMS, most_tiles * slices),
         tiles_together(rows / groups, heights[-1]),
@@ -425,11 +426,11 @@ def shrink_schedule(
     heights = (BLOCK_OF_ROWS,)
     if by_run:
         heights = *(height for height in (8, 16, 32, 48) if height < piece), piece
-    stage = SHRINK_STEPS * (heights[-1] + 64 * rank_blocks) * 128
-    free = SHARED_MEMORY - 2 * heights[-1] * 128
+    stage = stage_of_shrink(heights[-1], 64 * rank_blocks)
+    free = SHARED_MEMORY - memory_beside_shrink(heights[-1])
     units = rows if by_run else -(-rows // block) * (len(ranks) if apart else 1)
     programs = PROGRAMS
-    half = HALF_MEMORY - 2 * heights[-1] * 128
+    half = HALF_MEMORY - memory_beside_shrink(heights[-1])
     has_room = half // stage > 1 and width <= half // stage * SHRINK_STEPS * 64
     if not by_run and units > PROGRAMS and has_room:
         # Units of few steps wait more than they load, and half of the memory has room for one.
@@ -439,9 +440,39 @@ def shrink_schedule(
         apart,
         tile,
         heights,
-        min(12, free // stage),
+        min(MOST_STAGES, free // stage),
         min(programs, units),
     )
+
+
+def shrink_of_spread(
+    shrink: ShrinkSchedule, ranks: tuple[int, ...], row_bytes: int
+) -> ShrinkSchedule | None:
+    """The same in the kernel that spreads rows; None if there is no room for two stages of both.
+
+    Args:
+      shrink: by pieces, of parts of these ranks. row_bytes: of a row of x.
+    """
+    _, owned = packed_columns(ranks, shrink.rank_tile)
+    beside = memory_beside_shrink(shrink.heights[-1]) + _whole(2 * row_bytes, ARRAY)
+    stage = stage_of_shrink(shrink.heights[-1], sum(owned))
+    stages = min(MOST_STAGES, (SHARED_MEMORY - beside) // stage)
+    return dataclasses.replace(shrink, stages=stages) if stages >= 2 else None
+
+
+def stage_of_shrink(height: int, ranks: int) -> int:
+    """Bytes of shared memory: some rows' blocks of columns, and those of A's ranks."""
+    return (SHRINK_STEPS * height + ranks_of_stage(ranks)) * 128
+
+
+def ranks_of_stage(ranks: int) -> int:
+    """Rows of A in a stage: those of its last block of columns are read as whole 64."""
+    return SHRINK_STEPS * ranks + -ranks % 64
+
+
+def memory_beside_shrink(height: int) -> int:
+    """Bytes of shared memory that are not stages: what is to be stored."""
+    return 2 * height * 128
 
 
 def shrink_of_tiles(tile: int) -> ShrinkSchedule:
@@ -472,4 +503,6 @@ def shrink_beside(
         return None
     # A block of rows may be one run, and takes as long as its rows alone if not.
     block = min(height, -(-row_units // programs))
-    return dataclasses.replace(shrink, block=block, stages=min(stages, 12), programs=programs)
+    return dataclasses.replace(
+        shrink, block=block, stages=min(stages, MOST_STAGES), programs=programs
+    )

@@ -110,7 +110,7 @@ def shrink_kernel(
     return tuple(map(Columns, [u] * layout.terms, layout.first_columns, ranks))
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     part: jax.Array  # the unit's, where parts are apart
     slot: jax.Array
     group: jax.Array
@@ -140,7 +140,10 @@ def _body(layout: ShrinkLayout, *refs, **scratch):
 
     if s.block is None:
         count = piece_count[piece_count.shape[0] - 1]
-        for_runs = functools.partial(_for_pieces, layout, program, count, place, run_end, piece_row)
+
+        def for_runs(handle):
+            for_pieces(layout, program, count, place, run_end, piece_row, *by_step(handle))
+
     else:
         for_runs = functools.partial(for_blocks, layout, program, place, run_end)
 
@@ -154,30 +157,38 @@ def _body(layout: ShrinkLayout, *refs, **scratch):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _for_pieces(layout: ShrinkLayout, program, count, place, run_end, piece_row, handle):
-    """handle(run, step) for each of a program's pieces.
+def for_pieces(layout: ShrinkLayout, program, count, place, run_end, piece_row, begin, handle):
+    """state = handle(run, following, state) for each of a program's pieces; at first begin(run).
 
-    What is read of a piece is read while those before it are worked on.
+    What is read of a piece is read while those before it are worked on. The one that follows the
+    last has no rows.
     """
     programs = layout.schedule.programs
+    units = _units_of_program(count, program, programs)
 
     def rows_of(i):
         """The first row of a piece, and of the one after it, which may be of the same run."""
         number, last = program + i * programs, piece_row.shape[0] - 1
         return tuple(piece_row[jnp.minimum(its, last)] for its in (number, number + 1))
 
-    def piece_at(row, after):
+    def piece_at(i, row, after):
         found, end = place[row], run_end[row]
         end = jnp.where(after > row, jnp.minimum(end, after), end)
-        return _Run(jnp.int32(0), slot_of(found), group_of(found), row, end - row)
+        rows = jnp.where(i < units, end - row, 0)
+        return Run(jnp.int32(0), slot_of(found), group_of(found), row, rows)
 
-    def unit(i, state):
-        run, rows, step = state
-        following = piece_at(*rows), rows_of(i + 2)
-        return *following, handle(run, step)
+    def unit(i, carried):
+        run, rows, state = carried
+        following, after = piece_at(i + 1, *rows), rows_of(i + 2)
+        return following, after, handle(run, following, state)
 
-    start = piece_at(*rows_of(0)), rows_of(1), jnp.int32(0)
-    lax.fori_loop(0, _units_of_program(count, program, programs), unit, start)
+    first = piece_at(0, *rows_of(0))
+    lax.fori_loop(0, units, unit, (first, rows_of(1), begin(first)))
+
+
+def by_step(handle):
+    """For `for_pieces`: step = handle(run, step)."""
+    return lambda run: jnp.int32(0), lambda run, following, step: handle(run, step)
 
 
 def for_blocks(layout: ShrinkLayout, program, place, run_end, handle):
@@ -204,10 +215,10 @@ def for_units(units, block_of, place, run_end, handle, begin=None, end=None):
     def run_at(part, row, past):
         found = place[row]
         rows = jnp.minimum(jnp.minimum(run_end[row], past) - row, BLOCK_OF_ROWS)
-        return _Run(part, slot_of(found), group_of(found), row, rows)
+        return Run(part, slot_of(found), group_of(found), row, rows)
 
     def ended(part, past):
-        return _Run(part, jnp.int32(-1), jnp.int32(0), past, jnp.int32(0))
+        return Run(part, jnp.int32(-1), jnp.int32(0), past, jnp.int32(0))
 
     def unit(i, state):
         first, step = state
@@ -272,7 +283,7 @@ class Shrinker:
     def stage_of(self, step):
         return lax.rem(step, jnp.int32(self.schedule.stages))
 
-    def load_run(self, run: _Run, step):
+    def load_run(self, run: Run, step):
         def k_loop(height, first_step):
             # One warp issues copies too slowly; each of the four takes its part of every stage.
             @plgpu.warp_map
@@ -297,24 +308,28 @@ class Shrinker:
 
         return for_height(self.schedule.heights, run.rows, k_loop, step)
 
-    def load_block(self, run: _Run, height, span: Span, column, stage, block):
-        layout, barrier = self.layout, self.full.at[stage]
+    def load_block(self, run: Run, height, span: Span, column, stage, block):
         plgpu.copy_gmem_to_smem(
             self.x.at[pl.ds(run.row, height), pl.ds(span.start + column, 64)],
             self.x_load.at[stage, block, pl.ds(0, height)],
-            barrier,
+            self.full.at[stage],
         )
+        self.load_factors(run, span, column, stage, block)
+
+    def load_factors(self, run: Run, span: Span, column, stage, block):
+        layout, barrier = self.layout, self.full.at[stage]
 
         def load_factor(part, term, slot):
             group = run.group if layout.groups[term] > 1 else 0
             # Past the ranks of its class: zeros.
             ranks = from_first(layout.owned[part], slot)
-            place = pl.ds(layout.first[part] - 64 * span.low, layout.owned[part])
+            first = layout.first[part] - 64 * span.low + block * layout.a_ranks
+            place = pl.ds(first, layout.owned[part])
             plgpu.copy_gmem_to_smem(
                 self.factors[term].at[
                     self.first_slots[term] + slot, group, ranks, pl.ds(column, 64)
                 ],
-                self.a_load.at[stage, block, place],
+                self.a_load.at[stage, place],
                 barrier,
             )
 
@@ -330,7 +345,11 @@ class Shrinker:
             else:
                 load()
 
-    def compute_run(self, run: _Run, step):
+    def wait_for_stage(self, stage):
+        """Until products can read it."""
+        plgpu.barrier_wait(self.full.at[stage])
+
+    def compute_run(self, run: Run, step):
         # Read while the factors are on their way.
         scalings = [self.scaling(run, part) for part in range(self.layout.parts)]
         # A stage's products run on while the next stage's begin, if loads have stages enough.
@@ -340,12 +359,12 @@ class Shrinker:
             def k_loop(span, accumulators, step):
                 def k_step(k, step):
                     stage = self.stage_of(step)
-                    plgpu.barrier_wait(self.full.at[stage])
+                    self.wait_for_stage(stage)
                     for part in range(SHRINK_STEPS):
                         rows = self.x_tiles.at[stage, part, pl.ds(0, height)].T
                         for block, accumulator in enumerate(accumulators):
-                            ranks = pl.ds(64 * block, 64)
-                            plgpu.wgmma(accumulator, self.a_tiles.at[stage, part, ranks], rows)
+                            ranks = pl.ds(64 * block + part * self.layout.a_ranks, 64)
+                            plgpu.wgmma(accumulator, self.a_tiles.at[stage, ranks], rows)
                     # All but the products of `lag` stages have ended, and what these read is free.
                     plgpu.wgmma_wait(lag * SHRINK_STEPS * len(accumulators))
                     pl.when(k >= lag)(functools.partial(self.release, step - lag))
@@ -379,7 +398,7 @@ class Shrinker:
     def release(self, step):
         plgpu.barrier_arrive(self.empty.at[self.stage_of(step)])
 
-    def store(self, run: _Run, block, total):
+    def store(self, run: Run, block, total):
         height = total.shape[1]
         u = total.astype(self.layout.dtype)
         buffer = self.out.at[block % 2]
@@ -392,7 +411,7 @@ class Shrinker:
             column += 64 * self.layout.blocks * run.part
         store_rows(buffer, self.u, run.row, run.rows, height, pl.ds(column, 64))
 
-    def scaling(self, run: _Run, part):
+    def scaling(self, run: Run, part):
         found = None
         for its, term in self.layout.terms_of(part):
             groups = self.layout.scaling_groups[term]
@@ -401,7 +420,7 @@ class Shrinker:
             found = value if found is None else its.select(run.slot, value, found)
         return found
 
-    def scaled(self, run: _Run, scalings, block, totals):
+    def scaled(self, run: Run, scalings, block, totals):
         """Each part's sum times its scaling, on its own ranks of a block.
 
         Args:

@@ -9,7 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_classes import rank_classes
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import SHRINK_STEPS, packed_columns
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+    SHRINK_STEPS,
+    packed_columns,
+    ranks_of_stage,
+)
 from pallas_kernels.hopper.memory import overlaid, two_views
 from pallas_kernels.layered import is_layered, merged
 
@@ -28,6 +32,7 @@ class Span(NamedTuple):
       start, width: in columns of x. parts: whose they are.
       low, blocks: the first block of 64 of the unit's ranks that has ranks of these parts, and how
         many have.
+      together: its steps are a multiple of so many; those past its width add zeros.
     """
 
     start: int
@@ -35,17 +40,24 @@ class Span(NamedTuple):
     parts: list[int]
     low: int
     blocks: int
+    together: int = 1
 
     @property
     def k_steps(self) -> int:
-        return pl.cdiv(self.width, 64 * SHRINK_STEPS)
+        return pl.cdiv(self.width, 64 * SHRINK_STEPS * self.together) * self.together
 
 
 class ShrinkLayout:
-    """Sizes of one shrink, and its memory."""
+    """Sizes of one shrink, and its memory.
 
-    def __init__(self, x, factors, scalings, firsts, starts, schedule, interpreted):
-        self.interpreted = interpreted
+    Args:
+      gatherers: warpgroups that store x in the stages; 0: the copy engine does.
+    """
+
+    def __init__(
+        self, x, factors, scalings, firsts, starts, schedule, interpreted, gatherers: int = 0
+    ):
+        self.interpreted, self.gatherers = interpreted, gatherers
         self.schedule, self.dtype = schedule, x.dtype
         self.rows = x.shape[0]
         self.terms, self.classes = len(factors), rank_classes(firsts)
@@ -69,8 +81,10 @@ class ShrinkLayout:
         if schedule.apart and len(self.spans) > 1:
             raise ValueError("parts of different columns cannot be units of their own")
         self.k_steps = sum(span.k_steps for span in self.spans)
-        # A in a stage.
+        # A in a stage: blocks of 64 ranks, those of one block of columns after those of another.
+        # Products read whole blocks, and what is past the last rank they multiply for nothing.
         self.a_blocks = max(span.blocks for span in self.spans)
+        self.a_ranks = sum(self.owned) if gatherers else 64 * self.a_blocks
         (parts_of_span,) = {len(span.parts) for span in self.spans}
         self.parts_loaded = 1 if schedule.apart else parts_of_span
         self.units = pl.cdiv(self.rows, schedule.block or 1) * self.parts_apart
@@ -81,7 +95,8 @@ class ShrinkLayout:
             parts = [part for part, its in enumerate(columns) if its == (start, width)]
             low = min(self.first[part] for part in parts) // 64
             end = max(self.first[part] + self.owned[part] for part in parts)
-            spans.append(Span(start, width, parts, low, pl.cdiv(end, 64) - low))
+            blocks, together = pl.cdiv(end, 64) - low, 2 if self.gatherers else 1
+            spans.append(Span(start, width, parts, low, blocks, together))
         return spans
 
     def name(self):
@@ -111,7 +126,7 @@ class ShrinkLayout:
         """Those of the stages of x, and of A."""
         s = self.schedule
         x_shape = (s.stages, SHRINK_STEPS, s.heights[-1], 64)
-        a_shape = (s.stages, SHRINK_STEPS, 64 * self.a_blocks, 64)
+        a_shape = (s.stages, ranks_of_stage(self.a_ranks), 64)
         return two_views(x_shape, self.dtype), two_views(a_shape, self.dtype)
 
     def scratch_beside(self):
@@ -121,7 +136,8 @@ class ShrinkLayout:
         return dict(
             out=plgpu.SMEM((2, s.heights[-1], 64), self.dtype, transforms=stores),
             full=plgpu.Barrier(
-                num_arrivals=SHRINK_STEPS * (1 + self.parts_loaded), num_barriers=s.stages
+                num_arrivals=SHRINK_STEPS * self.parts_loaded + (self.gatherers or SHRINK_STEPS),
+                num_barriers=s.stages,
             ),
             empty=plgpu.Barrier(num_arrivals=1, num_barriers=s.stages),
         )

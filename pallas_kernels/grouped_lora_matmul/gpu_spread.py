@@ -5,6 +5,7 @@ Each row of x is read once, and stored once for each of its token's choices.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.grouped_lora_matmul.gpu_rows import slot_of
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.machine import PROGRAMS, SHARED_MEMORY
@@ -34,66 +36,133 @@ def spread_rows(x, position):
     Returns:
       [T * choices, K].
     """
-    tokens, choices = position.shape
-    rows, width = tokens * choices, x.shape[1]
-    line = math.gcd(width, WIDEST)
-    lines = width // line
-    # Of shared memory: every stage, which a copy fills, begins at a multiple of its unit.
-    lines_of_unit = max(1, COPY_UNIT // (line * x.dtype.itemsize))
-    stage_lines = -(-lines // lines_of_unit) * lines_of_unit
-    stages = min(MOST_STAGES, SHARED_MEMORY // (stage_lines * line * x.dtype.itemsize))
-    programs = min(PROGRAMS, tokens)
-    parts = [pl.ds(at, min(MOST_LINES, lines - at)) for at in range(0, lines, MOST_LINES)]
-
-    def body(x, position, y, *, stage_of_row, full):
-        program = lax.axis_index("program")
-        wait_for_kernels_before(rows)
-        mine = lax.div(tokens - program + (programs - 1), jnp.int32(programs))
-
-        def load(i):
-            stage = lax.rem(i, jnp.int32(stages))
-            token = program + i * programs
-            for part in parts:
-                plgpu.copy_gmem_to_smem(
-                    x.at[token, part], stage_of_row.at[stage, part], full.at[stage]
-                )
-
-        def unit(i, carry):
-            stage, token = lax.rem(i, jnp.int32(stages)), program + i * programs
-            places = [position[token * choices + choice] for choice in range(choices)]
-            plgpu.barrier_wait(full.at[stage])
-            for place in places:
-                for part in parts:
-                    plgpu.copy_smem_to_gmem(
-                        stage_of_row.at[stage, part], y.at[place, part], commit_group=False
-                    )
-            plgpu.commit_smem_to_gmem_group()
-
-            @pl.when(i + (stages - 1) < mine)
-            def _next():
-                # The stage before this one is stored: all but the newest store have read.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                load(i + (stages - 1))
-
-            return carry
-
-        lax.fori_loop(0, jnp.minimum(mine, stages - 1), lambda i, c: (load(i), c)[1], 0)
-        lax.fori_loop(0, mine, unit, 0)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
+    layout = SpreadLayout(x, position.shape[1], SHARED_MEMORY)
     kernel = kept_kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((rows, lines, line), x.dtype),
-        grid=(programs,),
+        functools.partial(_body, layout),
+        out_type=layout.result,
+        grid=(layout.programs,),
         grid_names=("program",),
-        scratch_types=dict(
-            stage_of_row=plgpu.SMEM((stages, stage_lines, line), x.dtype),
-            full=plgpu.Barrier(num_arrivals=len(parts), num_barriers=stages),
-        ),
+        scratch_types=layout.scratch(),
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
-        kernel_name=f"lora_spread_k{width}",
+        kernel_name=f"lora_spread_k{layout.width}",
     )
-    return kernel(x.reshape(-1, lines, line), position.reshape(-1)).reshape(rows, width)
+    return kernel(layout.lines_of(x), position.reshape(-1)).reshape(layout.rows, layout.width)
+
+
+class SpreadLayout:
+    """Sizes of rows that are spread, and their memory.
+
+    Args:
+      x: [T, K]. choices: of each token. free: bytes of shared memory that stages may take.
+    """
+
+    def __init__(self, x, choices: int, free: int):
+        self.dtype, self.choices = x.dtype, choices
+        self.tokens, self.width = x.shape
+        self.rows = self.tokens * choices
+        self.line = math.gcd(self.width, WIDEST)
+        self.lines = self.width // self.line
+        self.programs = min(PROGRAMS, self.tokens)
+        # Of shared memory: every stage, which a copy fills, begins at a multiple of its unit.
+        bytes_of_line = self.line * x.dtype.itemsize
+        lines_of_unit = max(1, COPY_UNIT // bytes_of_line)
+        self.stage_lines = -(-self.lines // lines_of_unit) * lines_of_unit
+        self.stages = min(MOST_STAGES, free // (self.stage_lines * bytes_of_line))
+
+    @property
+    def parts(self) -> list:
+        """A row's lines, as copies take them."""
+        starts = range(0, self.lines, MOST_LINES)
+        return [pl.ds(at, min(MOST_LINES, self.lines - at)) for at in starts]
+
+    def lines_of(self, x) -> jax.Array:
+        return x.reshape(-1, self.lines, self.line)
+
+    @property
+    def result(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.rows, self.lines, self.line), self.dtype)
+
+    def scratch(self) -> dict:
+        return dict(
+            stage_of_row=plgpu.SMEM((self.stages, self.stage_lines, self.line), self.dtype),
+            stage_full=plgpu.Barrier(num_arrivals=len(self.parts), num_barriers=self.stages),
+        )
+
+
+def _body(layout: SpreadLayout, x, position, y, **scratch):
+    wait_for_kernels_before(layout.rows)
+    spread(layout, lax.axis_index("program"), x, position, None, y, **scratch)
+
+
+def spread(
+    layout: SpreadLayout, program, x, position, place, y, *, stage_of_row, stage_full
+) -> None:
+    """A program's part of it, by one warpgroup.
+
+    Args:
+      x, y: in lines. place: of each row, see `gpu_rows.Tables`: only rows without an adapter are
+        stored. None: all are.
+    """
+    stages, choices = layout.stages, range(layout.choices)
+    mine = lax.div(layout.tokens - program + (layout.programs - 1), jnp.int32(layout.programs))
+
+    def token_of(i):
+        return program + i * layout.programs
+
+    def load(i):
+        stage = lax.rem(i, jnp.int32(stages))
+        for part in layout.parts:
+            copy = stage_of_row.at[stage, part], stage_full.at[stage]
+            plgpu.copy_gmem_to_smem(x.at[token_of(i), part], *copy)
+
+    def rows_of(i):
+        token = jnp.minimum(token_of(i), layout.tokens - 1)
+        return [position[token * layout.choices + choice] for choice in choices]
+
+    def are_mine(rows):
+        return [None if place is None else slot_of(place[row]) < 0 for row in rows]
+
+    def unit(i, state):
+        """What is read of two tokens that follow is read ahead, one after the other."""
+        *found, next_rows = state
+        stage = lax.rem(i, jnp.int32(stages))
+        following = next_rows, are_mine(next_rows), rows_of(i + 2)
+        plgpu.barrier_wait(stage_full.at[stage])
+
+        def store(row):
+            for part in layout.parts:
+                plgpu.copy_smem_to_gmem(
+                    stage_of_row.at[stage, part], y.at[row, part], commit_group=False
+                )
+
+        for row, is_mine in zip(*found, strict=True):
+            if is_mine is None:
+                store(row)
+            else:
+                pl.when(is_mine)(functools.partial(store, row))
+        plgpu.commit_smem_to_gmem_group()
+
+        @pl.when(i + (stages - 1) < mine)
+        def _next():
+            # The stage before this one is stored: all but this token's stores have read.
+            stored = None if place is None else functools.reduce(jnp.logical_or, found[1])
+            if stored is None:
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            else:
+                # The interpreter knows no group without copies.
+                lax.cond(
+                    stored,
+                    lambda: plgpu.wait_smem_to_gmem(1, wait_read_only=True),
+                    lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True),
+                )
+            load(i + (stages - 1))
+
+        return following
+
+    lax.fori_loop(0, jnp.minimum(mine, stages - 1), lambda i, _: load(i), None)
+    first = rows_of(0)
+    lax.fori_loop(0, mine, unit, (first, are_mine(first), rows_of(1)))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -27,11 +27,13 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     rank_step,
     rank_tile,
     shrink_beside,
+    shrink_of_spread,
     shrink_of_tiles,
     shrink_schedule,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, widest_ranks
+from pallas_kernels.grouped_lora_matmul.gpu_spread_shrink import spread_and_shrink
 from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
 from pallas_kernels.hopper.machine import runs_all_programs_at_once
 from pallas_kernels.routing_plan.api import local_groups
@@ -75,14 +77,29 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     return gpu_rows.tables(group_sizes, row_slots, groups)
 
 
-def dispatch(x, groups: int, slots: int, group, token_slots, valid):
+def dispatch(x, groups: int, slots: int, group, token_slots, valid, terms=()):
     """See `differentiable.py`, `gpu_dispatch` and `gpu_rows.plan`."""
     if group.size <= gpu_rows.UNSORTED_ROWS:
-        return gpu_dispatch.dispatch_unsorted(x, groups, group, token_slots, valid)
+        return *gpu_dispatch.dispatch_unsorted(x, groups, group, token_slots, valid), None
     if group.size <= gpu_rows.FEW_ROWS and groups <= gpu_dispatch.MAX_GROUPS:
-        return gpu_dispatch.dispatch_few(x, groups, group, token_slots, valid)
+        return *gpu_dispatch.dispatch_few(x, groups, group, token_slots, valid), None
     plan = gpu_rows.plan(groups, slots, local_groups(group, groups, 0, valid), token_slots)
-    return plan, gpu_spread.spread_rows(x, plan.position)
+    found = terms and _spread_and_shrink(x, plan, terms)
+    return plan, *(found or (gpu_spread.spread_rows(x, plan.position), None))
+
+
+def _spread_and_shrink(x, plan, terms):
+    """The x of each row, and u of terms; None if one kernel cannot have both."""
+    a, _, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in Lora._fields)
+    factors, scalings = _whole_factors(a, scalings)
+    firsts = tuple(dict.fromkeys(term.first for term in terms))
+    ranks = widest_ranks(factors, len(firsts))
+    tile, rows, pieces = rank_tile(max(ranks)), plan.token.shape[0], plan.tables.piece_rows
+    if x.shape[1] % 64 or len(_packs(range(len(ranks)), ranks, tile)) > 1:
+        return None
+    schedule = shrink_schedule(rows, ranks, tile, x.shape[1], piece=pieces)
+    schedule = shrink_of_spread(schedule, ranks, x.shape[1] * x.dtype.itemsize)
+    return schedule and spread_and_shrink(x, plan, factors, scalings, firsts, schedule)
 
 
 def product(

@@ -127,12 +127,12 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     return tpu_tasks.tables(group_sizes, row_slots, groups)
 
 
-def dispatch(x, groups: int, slots: int, group, token_slots, valid):
+def dispatch(x, groups: int, slots: int, group, token_slots, valid, terms=()):
     """See `differentiable.py`."""
-    del slots
+    del slots, terms
     found = routing_plan(group, token_slots, groups, valid=valid)
     row_tables = tables(found.group_sizes, found.row_slots, groups)
-    return Route(found.token, found.position, row_tables), x[found.token]
+    return Route(found.token, found.position, row_tables), x[found.token], None
 
 
 def _of_classes(tables: Tables, factors, firsts) -> tuple[Tables, tuple[int, ...]]:

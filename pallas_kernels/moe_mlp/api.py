@@ -23,7 +23,7 @@ from pallas_kernels.grouped_lora_matmul.api import (
     in_backend_form,
 )
 from pallas_kernels.grouped_lora_matmul.gate import Gate
-from pallas_kernels.grouped_lora_matmul.lora import Slots, slot_counts, terms_of_parts
+from pallas_kernels.grouped_lora_matmul.lora import Slots, classes_of, slot_counts, terms_of_parts
 from pallas_kernels.kept import map_once
 from pallas_kernels.moe_mlp.dispatch import dispatch
 from pallas_kernels.moe_mlp.experts import experts as experts_of
@@ -99,12 +99,16 @@ def moe_mlp(
     slots = max(sum(slot_counts(entry)) for entry in (*into, lora_down))
     if not slots:
         token_slots = jnp.full_like(token_slots, -1)
-    route, rows = dispatch(backend, count, slots, x, experts - first_group, token_slots, valid)
-    shared_u = _shared_u(backend, x, token_slots, into, count, route)
+    of_tokens = _shares_a(into, count)
+    of_rows = (None, None) if of_tokens else into
+    arguments = x, experts - first_group, token_slots, valid, of_rows
+    route, rows, u = dispatch(backend, count, slots, *arguments)
+    if of_tokens:
+        u = _shared_u(backend, x, token_slots, into, route)
     group = local_groups(experts, count, first_group, valid)
     slots = jnp.where(jnp.any(group < count, axis=1), token_slots, -1)
     lora = into, lora_down
-    products = rows, gate_up, gate_up_bias, down, route, lora, shared_u, weights, slots
+    products = rows, gate_up, gate_up_bias, down, route, lora, u, weights, slots
     return experts_of(backend, parts, gate or Gate(), *products)
 
 
@@ -114,13 +118,17 @@ def _common_backend(implementation, calls) -> ModuleType:
     return backends[0] if backends[0] is backends[1] else choose_backend("xla", *calls[0])
 
 
-def _shared_u(backend, x, token_slots, lora, groups, route):
-    """u of each row from x·Aᵀ of each token, where all experts share A; else None."""
+def _shares_a(lora, groups: int) -> bool:
+    """Whether all experts, of several, share A."""
+    pairs = [pair for entry in lora for pair in classes_of(entry)]
+    return bool(pairs) and groups > 1 and all(pair.a.shape[1] == 1 for pair in pairs)
+
+
+def _shared_u(backend, x, token_slots, lora, route):
+    """u of each row from x·Aᵀ of each token, where all experts share A."""
     # Their gradient is that of the product that u goes into.
     x, lora = lax.stop_gradient((x, lora))
     terms = terms_of_parts((0,) * len(lora), lora)
-    if not terms or groups == 1 or any(term.pair.a.shape[1] > 1 for term in terms):
-        return None
     one = [term.pair.scaling.shape[1] == 1 for term in terms]
     u = backend.shrink(
         x,

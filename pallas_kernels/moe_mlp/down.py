@@ -91,7 +91,7 @@ def _expand(backend, u, term, slots):
     b = jnp.pad(b, ((0, 0), (0, unit - rank), (0, 0)))
     mine = has_slot(slots, term.first, count)
     group = jnp.where(mine, slots - term.first, count)[:, None]
-    route, rows = backend.dispatch(u, count, 1, group, jnp.full_like(slots, -1), None)
+    route, rows, _ = backend.dispatch(u, count, 1, group, jnp.full_like(slots, -1), None)
     y = backend.product(rows, b, route.tables, (), (), (), (), contract=1)
     return y[route.position[:, 0]]
 

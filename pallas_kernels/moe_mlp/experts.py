@@ -21,7 +21,7 @@ def experts(backend: ModuleType, parts, gate: Gate, x, gate_up, bias, down, rout
       parts: the columns of gate and of up. x: [M, H], rows of the route.
       gate_up: [E, 2 I, H]. bias: of it, [E, 2 I], or None. down: [E, H, I].
       lora: adapters of gate and up, and of down.
-      rest: `shared_u` of `differentiable.grouped_lora_matmul`, then weights and slots of
+      rest: `known_u` of `differentiable.grouped_lora_matmul`, then weights and slots of
         `weighted_down`.
 
     Returns:
@@ -32,22 +32,22 @@ def experts(backend: ModuleType, parts, gate: Gate, x, gate_up, bias, down, rout
     return _apart(backend, parts, gate, x, gate_up, bias, down, route, lora, *rest)
 
 
-def _apart(backend, parts, gate, x, gate_up, bias, down, route, lora, shared_u, weights, slots):
+def _apart(backend, parts, gate, x, gate_up, bias, down, route, lora, known_u, weights, slots):
     into, out = lora
-    arrays = x, gate_up, bias, route.tables, into, shared_u
+    arrays = x, gate_up, bias, route.tables, into, known_u
     hidden = differentiable.grouped_lora_matmul(backend, parts, gate, None, *arrays)
     return weighted_down(backend, hidden, down, route, out, weights, slots)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _at_once(backend, parts, gate, x, gate_up, bias, down, route, lora, shared_u, weights, slots):
+def _at_once(backend, parts, gate, x, gate_up, bias, down, route, lora, known_u, weights, slots):
     """In one kernel if the backend takes them; the gradient is that of products apart."""
     into, out = terms_of_parts(parts, lora[0]), terms_of_part(0, lora[1])
-    if shared_u is None:
+    if known_u is None:
         rows = backend.experts(x, gate_up, bias, down, route.tables, into, out, gate)
         if rows is not None:
             return combine(rows, route.position, weights)
-    lora_of_rows = lora, shared_u, weights, slots
+    lora_of_rows = lora, known_u, weights, slots
     return _apart(backend, parts, gate, x, gate_up, bias, down, route, *lora_of_rows)
 
 

@@ -47,7 +47,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     )
     from pallas_kernels.grouped_lora_matmul import mosaic_gpu
     from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
-    from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
+    from pallas_kernels.grouped_lora_matmul.gpu_rows import FEW_ROWS, Runs
     from pallas_kernels.grouped_lora_matmul.gpu_schedule import packed_columns, rank_tile
     from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
     from pallas_kernels.grouped_lora_matmul.gpu_spread import spread_rows
@@ -201,10 +201,19 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
 
     yield "spread", spread_rows, (array(tokens, hidden), number(tokens, shape.top_k))
 
+    def spread_and_shrink(x, group, token_slots, *pairs):
+        lora = tuple(Lora(*pair) for pair in pairs)
+        terms = terms_of_parts((0,) * len(lora), lora)
+        return mosaic_gpu.dispatch(x, groups, slots, group, token_slots, None, terms)[1:]
+
+    routing = array(tokens, hidden), number(tokens, shape.top_k), number(tokens)
+    if rows > FEW_ROWS:
+        yield "spread and shrink", spread_and_shrink, (*routing, *[pair(hidden, wide)] * 2)
+
     def route(x, group, token_slots):
         return mosaic_gpu.dispatch(x, groups, slots, group, token_slots, None)[0]
 
-    yield "route", route, (array(tokens, hidden), number(tokens, shape.top_k), number(tokens))
+    yield "route", route, routing
 
     def shrink(x, tables, factors, scalings):
         return mosaic_gpu.shrink(x, tables, factors, (0,) * len(factors), scalings, (0,))

@@ -76,10 +76,12 @@ def test_every_number_of_tokens(name, tokens):
 )
 def test_kernels_that_make_u(tokens, rank, shrinks):
     """Products of one token do where ranks fit into a block, those of gate and up or of down alone;
-    and experts in one kernel do for down."""
+    experts in one kernel do for down, and what lays out many rows for gate and up."""
     function, arguments = layer("qwen3-30b-a3b", tokens, rank)
-    kernels = re.findall(r"lora_shrink_r\d+_k\d+_x\d", str(jax.make_jaxpr(function)(*arguments)))
-    assert len(set(kernels)) == shrinks, kernels
+    text = str(jax.make_jaxpr(function)(*arguments))
+    kernels = set(re.findall(r"lora_(?:spread_and_)?shrink_r\d+_k\d+_x\d", text))
+    assert len(kernels) == shrinks, kernels
+    assert any("spread" in name for name in kernels) == (tokens == 300)
 
 
 @pytest.mark.parametrize(
