@@ -83,6 +83,28 @@ def active_of(group: np.ndarray, slots: np.ndarray, groups: int) -> Active:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """Tokens, and the distinct experts of each: int32 experts [tokens, k], slots [tokens]."""
+
+    experts: np.ndarray
+    slots: np.ndarray
+    groups: int
+
+    @property
+    def active(self) -> Active:
+        group, slots = self.experts.reshape(-1), np.repeat(self.slots, self.experts.shape[1])
+        return active_of(group, slots, self.groups)
+
+
+def random_choices(groups: int, tokens: int, top_k: int, slots: int) -> Choices:
+    """Uniform experts, and a random slot for each token; 0 slots: no token has an adapter."""
+    rng = np.random.default_rng(0)
+    experts = np.argsort(rng.random((tokens, groups)), axis=1)[:, :top_k]
+    slot = rng.integers(0, slots, tokens) if slots else np.full(tokens, -1)
+    return Choices(experts.astype(np.int32), slot.astype(np.int32), groups)
+
+
 def random_rows(groups: int, rows: int, slots: int) -> Rows:
     """Groups of random size, and a random slot for each row; 0 slots: no row has an adapter."""
     group = np.random.default_rng(0).integers(0, groups, rows)

@@ -61,7 +61,7 @@ class LoraCase:
       live: whether rows use them; else no row of the batch has an adapter.
       shared: shared-outer: A of gate and up, and B of down, are one for all experts.
       gated: the activation is in the epilogue of gate/up.
-      gather: the rows are gathered from tokens in the same program.
+      gather: rows are laid out from tokens in the same program, as a layer does it.
     """
 
     slots: int
@@ -114,6 +114,8 @@ LORA_CASES: tuple[LoraCase, ...] = (
     LoraCase(8, rank=64),
     LoraCase(8, shared=True),
     LoraCase(8, gated=True),
+    LoraCase(8, live=False, gather=True),
+    LoraCase(1, gather=True),
     LoraCase(8, gather=True),
 )
 

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
-import numpy as np
 from rich.table import Table
 
 from lora_moe_jax.bench import arrays, roofline
@@ -24,6 +23,9 @@ from lora_moe_jax.bench.section import (
 )
 from lora_moe_jax.bench.timing import PALLAS, Program, Timer, Timing, on_gpu, program
 from pallas_kernels import grouped_lora_matmul
+from pallas_kernels.grouped_lora_matmul import differentiable
+from pallas_kernels.grouped_lora_matmul.api import choose_backend
+from pallas_kernels.moe_mlp.dispatch import dispatch
 from pallas_kernels.shapes import DECODE_TOKENS, PREFILL_TOKENS, ExpertShape, ProductShape
 
 PHASES = {"prefill": PREFILL_TOKENS, "decode": DECODE_TOKENS}
@@ -37,7 +39,8 @@ class LoraRow:
     Attributes:
       roofline_over_off: the same ratio of the roofline times.
       kernel_us: Pallas kernels with adapters on: shrink and expand. off_us: without adapters.
-      expand_over_off: the product with the expand inside alone (None where kernels have no times).
+      expand_over_off: the product with the expand inside alone (None where kernels have no times,
+        and where rows are laid out in the same program).
       call_over_off: everything the two programs run, gathers and task tables included.
       ragged_dot_over_off, dense_over_off: lax.ragged_dot and a dense product of equal FLOPs.
     """
@@ -117,27 +120,45 @@ class _Inputs:
         self.shared = dict(
             shared_a=case.shared and which == "gate_up", shared_b=case.shared and which == "down"
         )
-        self.sorted = arrays.random_rows(self.product.groups, rows, case.slots if case.live else 0)
+        slots = case.slots if case.live else 0
+        if case.gather:
+            self.choices = arrays.random_choices(
+                self.product.groups, rows // shape.top_k, shape.top_k, slots
+            )
+            self.active = self.choices.active
+        else:
+            self.sorted = arrays.random_rows(self.product.groups, rows, slots)
+            self.active = self.sorted.active
 
     def program(self, x, w, adapted: bool) -> Program:
-        lora, row_slots, token = (), None, None
+        lora = ()
         if adapted:
             lora = arrays.adapters(2, self.product, self.case.slots, self.case.rank, **self.shared)
-            row_slots = jnp.asarray(self.sorted.row_slots)
         if self.case.gather:
-            order = np.random.default_rng(2).permutation(self.rows)
-            token = jnp.asarray(order, jnp.int32)
-        sizes = jnp.asarray(self.sorted.group_sizes)
-        return program(self._run, x, w, sizes, row_slots, lora, token)
+            slots = jnp.asarray(self.choices.slots) if adapted else None
+            experts = jnp.asarray(self.choices.experts)
+            return program(self._run_from_tokens, x[: len(experts)], w, experts, slots, lora)
+        row_slots = jnp.asarray(self.sorted.row_slots) if adapted else None
+        return program(self._run, x, w, jnp.asarray(self.sorted.group_sizes), row_slots, lora)
 
-    def _run(self, x, w, sizes, row_slots, lora, token):
-        x = x if token is None else x[token]
+    def _run(self, x, w, sizes, row_slots, lora):
         return grouped_lora_matmul(
             x, w, sizes, row_slots, lora, parts=self.product.parts, gate=self.gate
         )
 
+    def _run_from_tokens(self, x, w, experts, slots, lora):
+        """As `moe_mlp` does it."""
+        parts, count = self.product.parts, self.case.slots
+        if slots is None:
+            slots, count = jnp.full(len(experts), -1), 0
+        backend = choose_backend(None, x, w, lora, parts)
+        route, rows, u = dispatch(backend, w.shape[0], count, x, experts, slots, None, lora)
+        arrays = rows, w, None, route.tables, lora, u
+        return differentiable.grouped_lora_matmul(backend, parts, self.gate, None, *arrays)
+
     def floor(self, adapted: bool) -> float:
-        active, product = self.sorted.active, self.product
+        """Of the product: rows that are laid out are as if they were not."""
+        active, product = self.active, self.product
         out_width = product.n // 2 if self.gate is not None else None
         work = roofline.product(product, self.rows, active, out_width)
         if adapted:
@@ -149,7 +170,8 @@ def _row(product, phase, rows, case: LoraCase, times, floor, base, floors) -> Lo
     on, off = times[case.name], times[base]
     ragged_dot, gpu = times.get("ragged_dot"), on_gpu()
     work = floor / floors[base]
-    expand = ratio(_expand(on), off.pallas)
+    # Where rows are laid out, that is in `off`, and with adapters in the shrink's kernel.
+    expand = None if case.gather else ratio(_expand(on), off.pallas)
     expand_target = case.expand_target()
     target: Target | None = case.target(phase == "prefill", work)
     kernel = on.pallas / off.pallas
