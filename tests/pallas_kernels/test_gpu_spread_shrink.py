@@ -205,25 +205,22 @@ def test_bits_are_those_of_two_kernels(tokens, choices, hidden, ranks, slots):
     token_slots = rng.integers(-1, slots, tokens).astype(np.int32)
     factors = [normal(rng, slots, GROUPS, rank, hidden) for rank in ranks]
     scalings = [rng.standard_normal(its.shape[:2]).astype(np.float32) for its in factors]
-    terms = tuple(
-        lora.Term(0, 0, lora.Lora(factor, factor, its))
-        for factor, its in zip(factors, scalings, strict=True)
-    )
     x = normal(rng, tokens, hidden)
-    arguments = jax.tree.map(jnp.asarray, (x, group.astype(np.int32), token_slots, terms))
 
     @jax.jit
-    def call(x, group, token_slots, terms):
-        routing = GROUPS, slots, group, token_slots, None
+    def call(x, group, token_slots, factors, scalings):
+        routing, zeros = (GROUPS, slots, group, token_slots, None), (0,) * len(ranks)
+        pairs = map(lora.Lora, factors, factors, scalings)
+        terms = tuple(lora.Term(0, 0, pair) for pair in pairs)
         _, together, made = mosaic_gpu.dispatch(x, *routing, terms)
         route, rows, none = mosaic_gpu.dispatch(x, *routing)
         assert made is not None and none is None
-        a, scalings = ([getattr(its.pair, name) for its in terms] for name in ("a", "scaling"))
-        u = mosaic_gpu.shrink(rows, route.tables, a, (0,) * len(a), scalings, (0,) * len(a))
+        u = mosaic_gpu.shrink(rows, route.tables, factors, zeros, scalings, zeros)
         both = [tuple(map(jnp.asarray, its)) for its in (made, u)]
         return route.tables.row_slots, (together, rows), both
 
-    row_slots, rows, (made, u) = jax.tree.map(np.asarray, call(*arguments))
+    found = call(x, group.astype(np.int32), token_slots, factors, scalings)
+    row_slots, rows, (made, u) = jax.tree.map(np.asarray, found)
     assert rows[0].tobytes() == rows[1].tobytes()
     for found, expected in zip(made, u, strict=True):
         assert found[row_slots >= 0].tobytes() == expected[row_slots >= 0].tobytes()
