@@ -246,8 +246,7 @@ def experts_schedules_of_tiles(
         free -= _whole(2 * TILES * ring_rows, ARRAY)
     if shrink:
         height = shrink.heights[-1]
-        free -= (2 + shrink.stages * SHRINK_STEPS) * height * 128
-        free -= shrink.stages * SHRINK_STEPS * 64 * 128
+        free -= shrink.stages * stage_of_shrink(height, 64) + memory_beside_shrink(height)
     stages = min(12, free // ((ring_rows + heights[-1]) * 128))
 
     def schedule(blocks: int, slices: int):
@@ -426,6 +425,7 @@ def shrink_schedule(
     heights = (BLOCK_OF_ROWS,)
     if by_run:
         heights = *(height for height in (8, 16, 32, 48) if height < piece), piece
+    # As if A filled its blocks: more stages gain nothing.
     stage = stage_of_shrink(heights[-1], 64 * rank_blocks)
     free = SHARED_MEMORY - memory_beside_shrink(heights[-1])
     units = rows if by_run else -(-rows // block) * (len(ranks) if apart else 1)
@@ -481,21 +481,21 @@ def shrink_of_tiles(tile: int) -> ShrinkSchedule:
 
 
 def shrink_beside(
-    shrink: ShrinkSchedule, row_units: int, a_blocks: int, product: ProductSchedule
+    shrink: ShrinkSchedule, row_units: int, a_ranks: int, product: ProductSchedule
 ) -> ShrinkSchedule | None:
     """The same by the programs for which its product has no tiles; None if they cannot have it.
 
     Args:
-      shrink: in units that are blocks of rows. row_units: units with one row each. a_blocks: blocks
-        of 64 ranks of a unit. product: with the memory that is left beside stages.
+      shrink: in units that are blocks of rows. row_units: units with one row each. a_ranks: of a
+        unit. product: with the memory that is left beside stages.
     """
     height, programs = shrink.heights[-1], PROGRAMS - product.programs
     # A shrink's stages take the place of the product's.
     stages = min(
-        product.stages * product.depth * rows // (SHRINK_STEPS * needed)
+        product.stages * product.depth * rows // needed
         for rows, needed in (
-            (max(64, product.features), 64 * a_blocks),
-            (product.heights[-1], height),
+            (max(64, product.features), ranks_of_stage(a_ranks)),
+            (product.heights[-1], SHRINK_STEPS * height),
         )
     )
     enough = programs >= ENOUGH_BESIDE and product.programs >= FEWEST_BESIDE

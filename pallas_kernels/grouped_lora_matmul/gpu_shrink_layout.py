@@ -11,8 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_lora_matmul.gpu_classes import rank_classes
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     SHRINK_STEPS,
+    memory_beside_shrink,
     packed_columns,
     ranks_of_stage,
+    stage_of_shrink,
 )
 from pallas_kernels.hopper.memory import overlaid, two_views
 from pallas_kernels.layered import is_layered, merged
@@ -30,8 +32,8 @@ class Span(NamedTuple):
 
     Attributes:
       start, width: in columns of x. parts: whose they are.
-      low, blocks: the first block of 64 of the unit's ranks that has ranks of these parts, and how
-        many have.
+      low: the first block of 64 of the unit's ranks that has ranks of these parts.
+      ranks: from that block's first to the last of these.
       together: its steps are a multiple of so many; those past its width add zeros.
     """
 
@@ -39,8 +41,13 @@ class Span(NamedTuple):
     width: int
     parts: list[int]
     low: int
-    blocks: int
+    ranks: int
     together: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of 64 have ranks of these parts."""
+        return pl.cdiv(self.ranks, 64)
 
     @property
     def k_steps(self) -> int:
@@ -81,10 +88,9 @@ class ShrinkLayout:
         if schedule.apart and len(self.spans) > 1:
             raise ValueError("parts of different columns cannot be units of their own")
         self.k_steps = sum(span.k_steps for span in self.spans)
-        # A in a stage: blocks of 64 ranks, those of one block of columns after those of another.
-        # Products read whole blocks, and what is past the last rank they multiply for nothing.
-        self.a_blocks = max(span.blocks for span in self.spans)
-        self.a_ranks = sum(self.owned) if gatherers else 64 * self.a_blocks
+        # Of a stage's A, for each of its blocks of columns. Products read whole blocks of 64: past
+        # the last rank they multiply what is there for nothing.
+        self.a_ranks = max(span.ranks for span in self.spans)
         (parts_of_span,) = {len(span.parts) for span in self.spans}
         self.parts_loaded = 1 if schedule.apart else parts_of_span
         self.units = pl.cdiv(self.rows, schedule.block or 1) * self.parts_apart
@@ -95,9 +101,16 @@ class ShrinkLayout:
             parts = [part for part, its in enumerate(columns) if its == (start, width)]
             low = min(self.first[part] for part in parts) // 64
             end = max(self.first[part] + self.owned[part] for part in parts)
-            blocks, together = pl.cdiv(end, 64) - low, 2 if self.gatherers else 1
-            spans.append(Span(start, width, parts, low, blocks, together))
+            together = 2 if self.gatherers else 1
+            spans.append(Span(start, width, parts, low, end - 64 * low, together))
         return spans
+
+    @property
+    def bytes(self) -> int:
+        """Of shared memory, barriers apart."""
+        s = self.schedule
+        height, stages = s.heights[-1], s.stages
+        return stages * stage_of_shrink(height, self.a_ranks) + memory_beside_shrink(height)
 
     def name(self):
         classes = f"_c{len(self.classes)}" if len(self.classes) > 1 else ""

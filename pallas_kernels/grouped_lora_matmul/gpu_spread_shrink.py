@@ -21,11 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Route
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
-    ShrinkSchedule,
-    memory_beside_shrink,
-    stage_of_shrink,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import ShrinkSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, Shrinker, by_step, for_pieces
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_spread import SpreadLayout, spread
@@ -80,10 +76,7 @@ def spread_and_shrink(
     layout = ShrinkLayout(
         rows, factors, scalings, firsts, starts, schedule, interpreted, gather.WARPGROUPS
     )
-    height = schedule.heights[-1]
-    taken = schedule.stages * stage_of_shrink(height, layout.a_ranks)
-    free = SHARED_MEMORY - taken - memory_beside_shrink(height)
-    spread_layout = SpreadLayout(x, choices, free)
+    spread_layout = SpreadLayout(x, choices, SHARED_MEMORY - layout.bytes)
     kernel = kept_kernel(
         functools.partial(_body, layout, spread_layout),
         out_type=[

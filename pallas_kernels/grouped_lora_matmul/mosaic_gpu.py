@@ -260,7 +260,7 @@ def _beside(x, factors, scalings, firsts, product: ProductSchedule) -> ShrinkLay
 
     alone = layout(shrink_schedule(x.shape[0], ranks, tile, x.shape[1]))
     row_units = x.shape[0] * alone.parts_apart
-    schedule = shrink_beside(alone.schedule, row_units, alone.a_blocks, product)
+    schedule = shrink_beside(alone.schedule, row_units, alone.a_ranks, product)
     return None if schedule is None else layout(schedule)
 
 

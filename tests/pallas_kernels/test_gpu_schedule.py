@@ -256,7 +256,7 @@ def test_experts_of_tiles_share_a_ring(name, tokens, rank, biased):
         schedule, down = gs.shrink_of_tiles(gs.rank_tile(rank)), array(8, groups, rank, wide)
         sizes = (down,), (array(8, 1, dtype=jnp.float32),), (0,), (0,), schedule, False
         shrink = gpu_shrink_layout.ShrinkLayout(array(rows, wide), *sizes)
-        assert shrink.a_blocks == 1 and shrink.schedule.heights == (gs.BLOCK_OF_ROWS,)
+        assert shrink.blocks == 1 and shrink.schedule.heights == (gs.BLOCK_OF_ROWS,)
     found = gs.experts_schedules_of_tiles(
         rows, groups, wide, hidden, biased, shrink and shrink.schedule
     )
