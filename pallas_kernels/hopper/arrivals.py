@@ -54,7 +54,7 @@ class Made:
         if self.words is None:
             pl.when(is_last)(lambda: plgpu.barrier_arrive(self.barrier))
         else:
-            self._count(number)
+            self._count(number, "release")
 
     def wait(self, number, is_first):
         """Waits, all of a warpgroup, until all has been said of a tile.
@@ -73,21 +73,25 @@ class Made:
             semaphore.wait(self.says, decrement=False, memory_scope="gpu")
 
         wait(self._word(number))
-        self._count(number)
+        # Nobody learns from this that anything is there: it need not wait for what is on its way.
+        self._count(number, "relaxed")
 
     def _word(self, number):
         return self.words.at[pl.ds(self.first + number, 1)]
 
-    def _count(self, number):
-        """Counts a tile's word up, from the last number of all to zero; what was done before is
-        visible."""
+    def _count(self, number, semantics: str):
+        """Counts a tile's word up, from the last number of all to zero.
+
+        Args:
+          semantics: "release": what was done before is visible to whoever sees it; or "relaxed".
+        """
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
         def count(context, word):
             del context
             last = utils.c(self.all - 1, ir.IntegerType.get_signless(32))
             utils.inline_ptx(
-                "red.release.gpu.global.inc.u32 [$0], $1;",
+                f"red.{semantics}.gpu.global.inc.u32 [$0], $1;",
                 utils.memref_ptr(word),
                 last,
                 predicate=utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
