@@ -14,6 +14,7 @@ from lora_moe_jax.layers.choice_bias import bias_of_choices
 from lora_moe_jax.layers.mlp import Mlp
 from lora_moe_jax.layers.router import Router
 from pallas_kernels import Gate, moe_mlp
+from pallas_kernels.rounded import added, rounded
 
 
 class Experts(nnx.Module):
@@ -119,7 +120,7 @@ class MoeMlp(nnx.Module):
         if self.experts.down_bias is not None:
             bias = jnp.asarray(self.experts.down_bias[...])
             y = y + bias_of_choices(bias, experts, weights)
-        y = y.astype(x.dtype)
+        y = rounded(y, x.dtype)
         if self.shared_experts is not None:
-            y = y + self.shared_experts(x, token_slots)
+            y = added(y, self.shared_experts(x, token_slots))
         return y, experts

@@ -24,6 +24,7 @@ from pallas_kernels.grouped_lora_matmul import xla
 from pallas_kernels.grouped_lora_matmul.base_product import tiles
 from pallas_kernels.grouped_lora_matmul.gate import gated_columns
 from pallas_kernels.grouped_lora_matmul.lora import has_slot
+from pallas_kernels.rounded import rounded
 
 
 class Tile(NamedTuple):
@@ -108,7 +109,7 @@ def product(
         # Here, or the compiler may start the sums of one tile with it, and end those of another.
         y = xla.with_bias(y, bias, tables)
     inside = jnp.arange(rows) < jnp.sum(sizes)
-    y = jnp.where(inside[:, None], y, 0).astype(out_dtype or x.dtype)
+    y = rounded(jnp.where(inside[:, None], y, 0), out_dtype or x.dtype)
     return y if gate is None else gated_columns(y, gate)
 
 

@@ -24,6 +24,7 @@ from pallas_kernels.grouped_lora_matmul.base_product import (
 from pallas_kernels.grouped_lora_matmul.gate import gated_columns
 from pallas_kernels.grouped_lora_matmul.joined_terms import joined_terms
 from pallas_kernels.grouped_lora_matmul.lora import has_slot
+from pallas_kernels.rounded import rounded
 from pallas_kernels.routing_plan.api import routing_plan
 
 READS_LAYERS = False
@@ -95,7 +96,7 @@ def product(
     y = y[: x.shape[0]]
     if bias is not None:
         y = with_bias(y, bias, tables)
-    y = y.astype(out_dtype or x.dtype)
+    y = rounded(y, out_dtype or x.dtype)
     if gate is None:
         return y
     # Of the rounded product, as training has it, which keeps the product for its gradient.

@@ -39,6 +39,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         PageView,
         Scoring,
         add_norm,
+        lora_matmul,
         paged_attention,
         paged_latent_attention,
         rms_norm,
@@ -206,14 +207,23 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         terms = terms_of_parts((0,) * len(lora), lora)
         return mosaic_gpu.dispatch(x, groups, slots, group, token_slots, None, terms)[1:]
 
-    routing = array(tokens, hidden), number(tokens, shape.top_k), number(tokens)
-    if rows > FEW_ROWS:
-        yield "spread and shrink", spread_and_shrink, (*routing, *[pair(hidden, wide)] * 2)
+    def routing(tokens):
+        return array(tokens, hidden), number(tokens, shape.top_k), number(tokens)
+
+    many = max(tokens, FEW_ROWS + 1)
+    yield "spread and shrink", spread_and_shrink, (*routing(many), *[pair(hidden, wide)] * 2)
 
     def route(x, group, token_slots):
         return mosaic_gpu.dispatch(x, groups, slots, group, token_slots, None)[0]
 
-    yield "route", route, routing
+    yield "route", route, routing(tokens)
+
+    def general(x, w):
+        """Of an odd number of features, whose result is widened."""
+        y = lora_matmul(x, w, jnp.full(x.shape[0], -1), (None,), implementation="triton")
+        return y.astype(jnp.float32)
+
+    yield "general product", general, (array(130, 48), array(2500, 48))
 
     def shrink(x, tables, factors, scalings):
         return mosaic_gpu.shrink(x, tables, factors, (0,) * len(factors), scalings, (0,))
@@ -405,6 +415,7 @@ def main(name: str, tokens: str, rank: str, only: str = ""):
             "seconds": round(time.perf_counter() - start, 2),
             "kernels": text.count('custom_call_target="mosaic_gpu'),
             "triton": text.count('custom_call_target="__gpu$xla.gpu.triton'),
+            "roundings": text.count(" reduce-precision("),
         }
         print("\n" + REPORT + json.dumps(report), flush=True)
 
