@@ -21,6 +21,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     shrink_schedule,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_spread_shrink import spread_and_shrink
+from pallas_kernels.hopper import gather
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.gpu_interpreter import PROGRAMS, interpret, normal
@@ -187,6 +188,7 @@ def test_memory():
     assert shrink_of_spread(schedule, (16, 16), 2 * 7168).stages == 3
     assert shrink_of_spread(schedule, (64, 64), 2 * 7168).stages == 2
     assert shrink_of_spread(schedule, (64, 64), 2 * 32768) is None
+    assert schedule.heights[-1] <= gather.ROWS
 
 
 @pytest.mark.gpu

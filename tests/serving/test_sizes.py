@@ -49,6 +49,7 @@ def test_sizes_are_those_of_the_engine(engine):
     assert found.weights == sum(array.nbytes for array in one._runner.steps.arrays.base)
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="a mesh of four")
 @pytest.mark.parametrize("family", BASES)
 def test_sizes_on_a_mesh_are_those_of_one_device(family):
     mesh = jax.make_mesh((2, 2), ("expert", "tensor"))
