@@ -92,12 +92,12 @@ def grouped_lora_matmul(
     backward product and the sums of `outer`.
 
     Args:
-      known_u: u of every term if it is known already, where rows were laid out, or computed once
-        for each token from shared A factors; else None. Its gradient flows through x and lora as if
-        it were computed here.
+      known_u: `Once` u of every term if it is known already, where rows were laid out, or computed
+        once for each token from shared A factors; else None. Its gradient flows through x and lora
+        as if it were computed here.
     """
     terms = terms_of_parts(parts, lora)
-    u = _shrink(backend.shrink_for_product, x, tables, terms) if known_u is None else known_u
+    u = known_u.values if known_u else _shrink(backend.shrink_for_product, x, tables, terms)
     return _product(backend, x, w, bias, tables, u, terms, gate, out_dtype)
 
 
@@ -105,7 +105,7 @@ def _forward(backend, parts, gate, out_dtype, x, w, bias, tables, lora, known_u)
     # Differentiated outside of jit, NumPy arguments arrive as they are.
     x, w, bias, tables, lora = jax.tree.map(jnp.asarray, (x, w, bias, tables, lora))
     terms = terms_of_parts(parts, lora)
-    u = kept(_shrink(backend.shrink, x, tables, terms) if known_u is None else known_u)
+    u = kept(known_u.values if known_u else _shrink(backend.shrink, x, tables, terms))
     y = kept(_product(backend, x, w, bias, tables, u, terms, None, out_dtype))
     before_gate = None
     if gate is not None:

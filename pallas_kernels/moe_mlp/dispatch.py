@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_lora_matmul.lora import terms_of_parts
+from pallas_kernels.kept import Once
 from pallas_kernels.routing_plan.api import combine
 
 
@@ -22,15 +23,17 @@ def dispatch(backend: ModuleType, groups: int, slots: int, x, group, token_slots
       lora: adapters of gate and up, for u. Its gradient is that of the product that u goes into.
 
     Returns:
-      The route, rows, and u of all terms, or None where laying rows out does not make it.
+      The route, rows, and `Once` u of all terms, or None where laying rows out does not make it.
     """
     terms = terms_of_parts((0,) * len(lora), lora)
-    return backend.dispatch(x, groups, slots, group, token_slots, valid, terms)
+    route, rows, u = backend.dispatch(x, groups, slots, group, token_slots, valid, terms)
+    return route, rows, u and Once(u)
 
 
 def _forward(backend, groups, slots, *arguments):
-    route, rows, u = dispatch(backend, groups, slots, *arguments)
-    return (route, rows, u), route.position
+    found = dispatch(backend, groups, slots, *arguments)
+    route, *_ = found
+    return found, route.position
 
 
 def _backward(backend, groups, slots, position, gradients):

@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels import Lora, grouped_lora_matmul, implementation, lora_matmul, moe_mlp
 from pallas_kernels.shapes import EXPERT_SHAPES
@@ -247,3 +248,22 @@ def jaxprs_in(eqn):
     subs = jax.tree.leaves(list(params.values()), is_leaf=lambda its: hasattr(its, "eqns"))
     subs = [getattr(sub, "jaxpr", sub) for sub in subs]
     return [(sub, eqn.invars) for sub in subs if hasattr(sub, "eqns")]
+
+
+@pytest.mark.parametrize("tokens", [256, 300])
+def test_u_of_gate_and_up_is_one_operand(tokens):
+    """Made apart, or where rows are laid out: a function's results and arguments would be two."""
+    function, arguments = layer("qwen3-30b-a3b", tokens)
+    (kernel,) = kernels_of(jax.make_jaxpr(function)(*arguments).jaxpr, "lora_gated")
+    shape = (8 * tokens, 64)
+    assert [operand.aval.shape for operand in kernel.invars].count(shape) == 1
+
+
+def kernels_of(jaxpr, name: str):
+    """The calls of kernels of a name, wherever they are."""
+    for equation in jaxpr.eqns:
+        if name in str(equation.params.get("name", "")):
+            yield equation
+        else:
+            for its in jaxprs_in_params(equation.params):
+                yield from kernels_of(its, name)
