@@ -148,16 +148,13 @@ def spread(
         @pl.when(i + (stages - 1) < mine)
         def _next():
             # The stage before this one is stored: all but this token's stores have read.
-            stored = None if place is None else functools.reduce(jnp.logical_or, found[1])
-            if stored is None:
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            wait_for_all_but = functools.partial(plgpu.wait_smem_to_gmem, wait_read_only=True)
+            if place is None:
+                wait_for_all_but(1)
             else:
                 # The interpreter knows no group without copies.
-                lax.cond(
-                    stored,
-                    lambda: plgpu.wait_smem_to_gmem(1, wait_read_only=True),
-                    lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True),
-                )
+                stores = functools.reduce(jnp.logical_or, found[1])
+                lax.cond(stores, lambda: wait_for_all_but(1), lambda: wait_for_all_but(0))
             load(i + (stages - 1))
 
         return following

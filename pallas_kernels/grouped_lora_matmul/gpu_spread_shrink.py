@@ -178,7 +178,8 @@ class _GatheringShrinker(Shrinker):
           which: of the warpgroups, 0 or 1. pieces: arguments of `for_pieces`.
         """
         (span,) = self.layout.spans
-        again = y.shape[0] > self.x.shape[0] and y.size * y.dtype.itemsize > L2
+        x_bytes, y_bytes = (its.size * its.dtype.itemsize for its in (self.x, y))
+        again = y.shape[0] > self.x.shape[0] and x_bytes < L2 < y_bytes
         lines = gather.Lines(self.x, token, y, span.width, which, again, self.layout.interpreted)
 
         def gather_piece(run, following, state):

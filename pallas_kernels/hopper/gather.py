@@ -50,7 +50,8 @@ setp.gt.s32 exists, $4, AT_LINE;
 mad.wide.s32 place, $5, STRIDE, $6;
 createpolicy.fractional.L2::LOADED.b64 stays, 1.0;
 @exists ld.global.nc.L2::cache_hint.v4.b32 {$0, $1, $2, $3}, [place], stays;
-}"""
+OR_ZEROS}"""
+OR_ZEROS = "".join(f"selp.b32 ${word}, ${word}, 0, exists;\n" for word in range(4))
 STORE_LINE = """{
 .reg .pred exists;
 setp.gt.s32 exists, $4, AT_LINE;
@@ -134,8 +135,7 @@ class Lines:
             found = []
             for number, its in enumerate(tokens.registers):
                 token = vector.extract(its, [], [0])
-                line = self._asm(LOAD_LINE, number, 4, exist, token, place)
-                found.append([self._inside(column, word) for word in line])
+                found.append(self._asm(LOAD_LINE, number, 4, exist, token, place))
             return _registers(found, LAYOUT)
 
         return load(tokens, self.x, self.which, count, column)
@@ -174,7 +174,8 @@ class Lines:
 
     def _asm(self, code: str, *operands):
         loaded, stored = ("evict_last", ".cs") if self.again else ("evict_normal", "")
-        code = code.replace("LOADED", loaded).replace("STORED", stored)
+        zeros = OR_ZEROS if self.width % LINE else ""
+        code = code.replace("LOADED", loaded).replace("STORED", stored).replace("OR_ZEROS", zeros)
         return _asm(code, *operands, stride=self.stride)
 
     def _inside(self, column, number):
