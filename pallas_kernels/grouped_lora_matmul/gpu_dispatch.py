@@ -30,13 +30,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_rows import (
     place_of,
     unsorted,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
-    BLOCKS_OF_ROWS,
-    TILE_WORDS,
-    piece_rows,
-    tile_height,
-    tiles_together,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILE_WORDS, tile_height, tiles_together
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import BLOCKS_OF_ROWS, piece_rows
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import tiles_of, write_words
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.rows import THREADS

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import packed_columns, rank_tile
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import packed_columns, rank_tile
 from pallas_kernels.hopper.memory import from_first
 from pallas_kernels.layered import is_layered, merged
 

@@ -18,10 +18,10 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     TALL,
     TILES,
     block_rows,
-    rank_step,
     words_of_rows,
     words_of_tile,
 )
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import rank_step
 from pallas_kernels.hopper.dependent_launch import begins_early
 from pallas_kernels.hopper.memory import overlaid, two_views, views_of
 from pallas_kernels.layered import is_layered, merged

@@ -18,12 +18,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.grouped_lora_matmul.gpu_run_table import run_table
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
-    BLOCKS_OF_ROWS,
-    piece_rows,
-    tile_height,
-    tiles_together,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import tile_height, tiles_together
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import BLOCKS_OF_ROWS, piece_rows
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import Ends, tile_table
 
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted

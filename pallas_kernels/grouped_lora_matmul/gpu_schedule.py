@@ -9,10 +9,19 @@ import dataclasses
 import math
 
 from pallas_kernels import implementation
-from pallas_kernels.hopper.machine import HALF_MEMORY, PROGRAMS, SHARED_MEMORY
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
+    BLOCK_OF_ROWS,
+    MOST_STAGES,
+    SHRINK_STEPS,
+    ShrinkSchedule,
+    memory_beside_shrink,
+    ranks_of_stage,
+    stage_of_shrink,
+    whole,
+)
+from pallas_kernels.hopper.machine import ARRAY, PROGRAMS, SHARED_MEMORY
 from pallas_kernels.hopper.store import whole_lines
 
-ARRAY = 1024  # bytes of shared memory that every array takes a multiple of
 CHUNK = 32  # rows added and stored at once
 TILES = 2  # tiles whose words are in shared memory
 TILE_WORDS = 4  # of the table of tiles, 16 bytes: copies begin at multiples of it
@@ -24,14 +33,9 @@ TALLEST = MOST_STAGED if implementation.REGISTERS_MOVE else 128
 LOWEST = 64  # where all rows are one group, and are more than `TALLEST`
 TILE_COST = 100  # cycles
 TALL = 112  # rows from which runs may be added in place
-PIECE = 56  # rows of a run that one unit of a shrink takes at most
-BLOCKS_OF_ROWS = 4 * PROGRAMS  # up to so many rows, a unit of a shrink is a block of rows instead
 DEPTH = 4  # blocks of 64 columns in one stage of a product of few tiles
 ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
 NARROWEST = 16  # features of a tile
-MOST_STAGES = 12  # of a shrink
-SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
-BLOCK_OF_ROWS = 8  # at most, of a unit of a shrink of few rows
 MOST_OF_GROUP = 12  # rows on average, of experts in one kernel
 BYTES_BESIDE = 2 * BLOCK_OF_ROWS * 128  # of shared memory, that such a shrink has beside stages
 ENOUGH_BESIDE = 32  # programs without tiles of a product, for its shrink, and
@@ -70,27 +74,6 @@ class ProductSchedule:
     def features(self) -> int:
         """Output features of a tile (of the gate part alone when gated)."""
         return self.width * self.blocks * self.consumers
-
-
-@dataclasses.dataclass(frozen=True)
-class ShrinkSchedule:
-    """How one shrink is cut.
-
-    Attributes:
-      block: rows of a unit, whatever runs they are in; None: a unit is a piece of a run.
-      apart: whether each term is a unit of its own, in columns of u of its own.
-      rank_tile: columns that u of a term starts at a multiple of.
-      heights: row counts of the compiled variants, ascending multiples of 8.
-      stages: how many the ring has.
-      programs: persistent programs, one or two for each multiprocessor.
-    """
-
-    block: int | None
-    apart: bool
-    rank_tile: int
-    heights: tuple[int, ...]
-    stages: int
-    programs: int
 
 
 def product_schedule(
@@ -147,18 +130,18 @@ def product_schedule(
     stage = depth * (block_rows(w_rows, narrow, made_ranks, depth) + heights[-1]) * 128
     words = 4 * TILES * words_of_tile(heights)
     buffer = consumers * min(CHUNK, heights[-1]) * 64 * out_bytes
-    free = SHARED_MEMORY - _whole(words, ARRAY) - beside
+    free = SHARED_MEMORY - whole(words, ARRAY) - beside
     if biased:
-        free -= _whole(2 * TILES * parts * blocks * consumers * 64, ARRAY)
+        free -= whole(2 * TILES * parts * blocks * consumers * 64, ARRAY)
     if heights[-1] >= TALL:
         free -= ARRAY  # whether its sums are finite
     if made_ranks:
-        free -= _whole(consumers * heights[-1] * 128, ARRAY)
+        free -= whole(consumers * heights[-1] * 128, ARRAY)
     # Two more output buffers help, unless they take a stage that is needed more.
     buffers = 4 if blocks * -(-heights[-1] // CHUNK) > 1 else 2
-    if free - _whole(4 * buffer, ARRAY) < STAGES * stage:
+    if free - whole(4 * buffer, ARRAY) < STAGES * stage:
         buffers = 2
-    free -= _whole(buffers * buffer, ARRAY)
+    free -= whole(buffers * buffer, ARRAY)
     if depth > 1 and free // stage < 3:
         depth = 1
         stage = (block_rows(w_rows, narrow, made_ranks, depth) + heights[-1]) * 128
@@ -241,9 +224,9 @@ def experts_schedules_of_tiles(
     heights, buffers, ring_rows = _heights(rows, groups), 2, 128
     words = 4 * TILES * words_of_tile(heights)
     buffer = min(CHUNK, heights[-1]) * 64 * 2
-    free = SHARED_MEMORY - 2 * (_whole(words, ARRAY) + _whole(buffers * buffer, ARRAY))
+    free = SHARED_MEMORY - 2 * (whole(words, ARRAY) + whole(buffers * buffer, ARRAY))
     if biased:
-        free -= _whole(2 * TILES * ring_rows, ARRAY)
+        free -= whole(2 * TILES * ring_rows, ARRAY)
     if shrink:
         height = shrink.heights[-1]
         free -= shrink.stages * stage_of_shrink(height, 64) + memory_beside_shrink(height)
@@ -294,7 +277,7 @@ def block_rows(w_rows: int, width: int, made_ranks: int, depth: int) -> int:
     The tensor cores take 64, from the first of the last `width` features too; stages begin where
     blocks of 64 rows do.
     """
-    return _whole(max(w_rows + 64 - width, w_rows + made_ranks), 64 // depth)
+    return whole(max(w_rows + 64 - width, w_rows + made_ranks), 64 // depth)
 
 
 def _height_of_turns(rows: int, slices: int, w_rows: int) -> int:
@@ -305,12 +288,12 @@ def _height_of_turns(rows: int, slices: int, w_rows: int) -> int:
     """
 
     def time(tiles: int) -> int:
-        height = _whole(-(-rows // tiles), 8)
+        height = whole(-(-rows // tiles), 8)
         step = 2 * w_rows + height * (1 + w_rows // 64) + TILE_COST
         return -(-tiles * slices // PROGRAMS) * step
 
     best = min(range(-(-rows // TALLEST), rows // LOWEST + 1), key=time)
-    return _whole(-(-rows // best), 8)
+    return whole(-(-rows // best), 8)
 
 
 def tiles_together(mean: float, height: int) -> int:
@@ -325,11 +308,7 @@ def words_of_tile(heights: tuple[int, ...]) -> int:
 
 def words_of_rows(heights: tuple[int, ...]) -> int:
     """Words for one number of each row; a copy begins up to a unit before the first."""
-    return _whole(heights[-1] + TILE_WORDS, LINE)
-
-
-def _whole(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
+    return whole(heights[-1] + TILE_WORDS, LINE)
 
 
 def _last_wave(tiles: float) -> float:
@@ -351,7 +330,7 @@ def _heights(rows: int, groups: int) -> tuple[int, ...]:
     """Tile variants for so many rows in a group on average; three, or the compiler gives up."""
     if groups == 1:
         # Equal tiles of all rows: what they have is known.
-        return (_whole(-(-rows // -(-rows // TALLEST)), 8),)
+        return (whole(-(-rows // -(-rows // TALLEST)), 8),)
     mean = rows / groups
     for limit, heights in (
         (1, (8,)),
@@ -366,118 +345,8 @@ def _heights(rows: int, groups: int) -> tuple[int, ...]:
     # Groups are cut into equal tiles. Sizes vary by about the root of the mean: the tallest tile
     # fits two such deviations, so that few groups take a tile more than the others.
     large = mean + 2 * math.sqrt(mean)
-    tallest = min(TALLEST, _whole(math.ceil(large / math.ceil(large / MOST_STAGED)), 8))
+    tallest = min(TALLEST, whole(math.ceil(large / math.ceil(large / MOST_STAGED)), 8))
     return tallest - 16, tallest - 8, tallest
-
-
-def rank_tile(rank: int) -> int:
-    """Columns that u of a term starts at a multiple of: the narrowest swizzle, or the widest."""
-    return next(size for size in (16, 32, 64) if rank <= size or size == 64)
-
-
-def rank_step(rank: int) -> int:
-    """Ranks of one low-rank step of a product: with more, the tallest tiles' stages do not fit."""
-    return min(32, rank_tile(rank))
-
-
-def packed_columns(ranks: tuple[int, ...], tile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where each term's ranks start in the packed u, and how many columns it owns."""
-    owned = tuple(_whole(rank, tile) for rank in ranks)
-    return tuple(sum(owned[:term]) for term in range(len(ranks))), owned
-
-
-def piece_rows(rows: int, groups: int) -> int:
-    """The most rows of a piece of a run: of one group, so few that programs' turns are as long."""
-    if groups > 1:
-        return PIECE
-    turns = -(-rows // (PROGRAMS * PIECE))
-    return _whole(-(-rows // (PROGRAMS * turns)), 8)
-
-
-def shrink_schedule(
-    rows: int,
-    ranks: tuple[int, ...],
-    tile: int,
-    width: int,
-    alone: bool = False,
-    piece: int = PIECE,
-) -> ShrinkSchedule:
-    """For `rows` rows and parts of these ranks, in columns of u that start at multiples of `tile`.
-
-    Few rows leave programs idle, and one program loads A of one row for long: parts apart, more
-    share it.
-
-    Args:
-      width: columns of x of a unit. alone: each part has columns of its own, not all the same.
-      piece: the most rows of a piece.
-    """
-    apart = not alone and len(ranks) > 1 and rows * len(ranks) <= PROGRAMS
-    first, owned = packed_columns(ranks, tile)
-    if apart:
-        rank_blocks = -(-max(ranks) // 64)
-    elif alone:
-        ends = map(sum, zip(first, owned, strict=True))
-        rank_blocks = max(-(-end // 64) - its // 64 for its, end in zip(first, ends, strict=True))
-    else:
-        rank_blocks = -(-sum(owned) // 64)
-    block = 1 if rows <= 2 * PROGRAMS else 2
-    by_run = rows > BLOCKS_OF_ROWS
-    heights = (BLOCK_OF_ROWS,)
-    if by_run:
-        heights = *(height for height in (8, 16, 32, 48) if height < piece), piece
-    # As if A filled its blocks: more stages gain nothing.
-    stage = stage_of_shrink(heights[-1], 64 * rank_blocks)
-    free = SHARED_MEMORY - memory_beside_shrink(heights[-1])
-    units = rows if by_run else -(-rows // block) * (len(ranks) if apart else 1)
-    programs = PROGRAMS
-    half = HALF_MEMORY - memory_beside_shrink(heights[-1])
-    has_room = half // stage > 1 and width <= half // stage * SHRINK_STEPS * 64
-    if not by_run and units > PROGRAMS and has_room:
-        # Units of few steps wait more than they load, and half of the memory has room for one.
-        free, programs = half, 2 * PROGRAMS
-    return ShrinkSchedule(
-        None if by_run else block,
-        apart,
-        tile,
-        heights,
-        min(MOST_STAGES, free // stage),
-        min(programs, units),
-    )
-
-
-def shrink_of_spread(
-    shrink: ShrinkSchedule, ranks: tuple[int, ...], row_bytes: int
-) -> ShrinkSchedule | None:
-    """The same in the kernel that spreads rows; None if there is no room for two stages of both.
-
-    Args:
-      shrink: by pieces, of parts of these ranks. row_bytes: of a row of x.
-    """
-    _, owned = packed_columns(ranks, shrink.rank_tile)
-    beside = memory_beside_shrink(shrink.heights[-1]) + _whole(2 * row_bytes, ARRAY)
-    stage = stage_of_shrink(shrink.heights[-1], sum(owned))
-    stages = min(MOST_STAGES, (SHARED_MEMORY - beside) // stage)
-    return dataclasses.replace(shrink, stages=stages) if stages >= 2 else None
-
-
-def stage_of_shrink(height: int, ranks: int) -> int:
-    """Bytes of shared memory: some rows' blocks of columns, and those of A's ranks."""
-    return (SHRINK_STEPS * height + ranks_of_stage(ranks)) * 128
-
-
-def ranks_of_stage(ranks: int) -> int:
-    """Rows of A in a stage: those of its last block of columns are read as whole 64."""
-    return SHRINK_STEPS * ranks + -ranks % 64
-
-
-def memory_beside_shrink(height: int) -> int:
-    """Bytes of shared memory that are not stages: what is to be stored."""
-    return 2 * height * 128
-
-
-def shrink_of_tiles(tile: int) -> ShrinkSchedule:
-    """That of down in the kernel of the experts: a unit is a tile of rows."""
-    return ShrinkSchedule(None, False, tile, (BLOCK_OF_ROWS,), 2, PROGRAMS)
 
 
 def shrink_beside(

@@ -26,12 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, group_of, slot_of
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, Span
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     BLOCK_OF_ROWS,
     SHRINK_STEPS,
     ShrinkSchedule,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, Span
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.memory import from_first, views_of

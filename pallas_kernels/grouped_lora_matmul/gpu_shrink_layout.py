@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_classes import rank_classes
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     SHRINK_STEPS,
     memory_beside_shrink,
     packed_columns,

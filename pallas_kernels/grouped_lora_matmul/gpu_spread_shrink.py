@@ -21,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Route
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import ShrinkSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, Shrinker, by_step, for_pieces
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import ShrinkSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_spread import SpreadLayout, spread
 from pallas_kernels.hopper import gather
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before

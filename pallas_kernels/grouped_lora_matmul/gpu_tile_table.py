@@ -15,11 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
-    TILE_WORDS,
-    tile_height,
-    tiles_together,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILE_WORDS, tile_height, tiles_together
 
 TILES = 16  # of a program
 BLOCK = 16384  # numbers that a program compares at once

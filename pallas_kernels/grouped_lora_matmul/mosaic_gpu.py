@@ -17,22 +17,24 @@ from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import RANKS, Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
-    BLOCKS_OF_ROWS,
     BYTES_BESIDE,
     ProductSchedule,
     experts_schedules,
     experts_schedules_of_tiles,
-    packed_columns,
     product_schedule,
+    shrink_beside,
+)
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, widest_ranks
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
+    BLOCKS_OF_ROWS,
+    packed_columns,
     rank_step,
     rank_tile,
-    shrink_beside,
     shrink_of_spread,
     shrink_of_tiles,
     shrink_schedule,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
-from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, widest_ranks
 from pallas_kernels.grouped_lora_matmul.gpu_spread_shrink import spread_and_shrink
 from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
 from pallas_kernels.hopper.machine import runs_all_programs_at_once

@@ -7,6 +7,7 @@ import jax
 PROGRAMS = 132  # multiprocessors: persistent kernels run one program on each
 SHARED_MEMORY = 227 * 1024 - 1024  # bytes a program may use, less its barriers
 HALF_MEMORY = 113 * 1024 - 1024  # the same where two share a multiprocessor
+ARRAY = 1024  # bytes of shared memory that every array takes a multiple of
 L2 = 50 * 1024 * 1024  # bytes
 
 

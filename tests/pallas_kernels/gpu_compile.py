@@ -49,8 +49,8 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     from pallas_kernels.grouped_lora_matmul import mosaic_gpu
     from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
     from pallas_kernels.grouped_lora_matmul.gpu_rows import FEW_ROWS, Runs
-    from pallas_kernels.grouped_lora_matmul.gpu_schedule import packed_columns, rank_tile
     from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
+    from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import packed_columns, rank_tile
     from pallas_kernels.grouped_lora_matmul.gpu_spread import spread_rows
     from pallas_kernels.grouped_lora_matmul.lora import Lora, terms_of_part, terms_of_parts
     from pallas_kernels.layered import Layered

@@ -28,14 +28,16 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BYTES_BESIDE,
     ProductSchedule,
     experts_schedules,
-    packed_columns,
     product_schedule,
+)
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
+    packed_columns,
     rank_tile,
     shrink_of_tiles,
     shrink_schedule,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
-from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.hopper.kept_kernel import nothing_kept
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.cases import in_layers

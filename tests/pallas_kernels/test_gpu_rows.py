@@ -26,13 +26,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_rows import (
     UNSORTED_ROWS,
     most_tiles,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
-    BLOCKS_OF_ROWS,
-    TILE_WORDS,
-    piece_rows,
-    tile_height,
-    tiles_together,
-)
+from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILE_WORDS, tile_height, tiles_together
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import BLOCKS_OF_ROWS, piece_rows
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tile, equal_tiles
 
 # Tokens, choices, groups, slots: both sides of every limit of `gpu_rows`.

@@ -23,6 +23,7 @@ from pallas_kernels.grouped_lora_matmul import (
     mosaic_gpu,
 )
 from pallas_kernels.grouped_lora_matmul import gpu_schedule as gs
+from pallas_kernels.grouped_lora_matmul import gpu_shrink_schedule as ss
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables, Tiles
@@ -181,7 +182,7 @@ def test_products_that_make_u(name, rank, biased):
         (1, 1, hidden, 5120, (rank,)),
         (1, 1, hidden, 128, (rank,)),
     ):
-        parts, used = len(ranks), gs.rank_tile(rank) * len(ranks)
+        parts, used = len(ranks), ss.rank_tile(rank) * len(ranks)
         if used > 64:
             continue
         named = dict(biased=biased)
@@ -202,7 +203,7 @@ def test_products_that_make_u(name, rank, biased):
 def test_experts_in_one_kernel_share_a_ring(name, rank, biased):
     shape = EXPERT_SHAPES[name]
     hidden, wide, rows = shape.hidden, shape.intermediate, shape.top_k
-    made = gs.rank_tile(rank) if rank else 0
+    made = ss.rank_tile(rank) if rank else 0
     *schedules, ring_rows = gs.experts_schedules(rows, wide, hidden, 2 * made, made, biased)
     sizes = (hidden, wide, 2), (wide, hidden, 1)
     layouts = [
@@ -253,10 +254,10 @@ def test_experts_of_tiles_share_a_ring(name, tokens, rank, biased):
     hidden, wide, groups = shape.hidden, shape.intermediate, shape.experts
     rows, shrink = tokens * shape.top_k, None
     if rank:
-        schedule, down = gs.shrink_of_tiles(gs.rank_tile(rank)), array(8, groups, rank, wide)
+        schedule, down = ss.shrink_of_tiles(ss.rank_tile(rank)), array(8, groups, rank, wide)
         sizes = (down,), (array(8, 1, dtype=jnp.float32),), (0,), (0,), schedule, False
         shrink = gpu_shrink_layout.ShrinkLayout(array(rows, wide), *sizes)
-        assert shrink.blocks == 1 and shrink.schedule.heights == (gs.BLOCK_OF_ROWS,)
+        assert shrink.blocks == 1 and shrink.schedule.heights == (ss.BLOCK_OF_ROWS,)
     found = gs.experts_schedules_of_tiles(
         rows, groups, wide, hidden, biased, shrink and shrink.schedule
     )
@@ -328,7 +329,7 @@ def test_shrinks_beside_products_of_few_rows(rows, k, width, ranks):
     programs = beside.schedule.programs
     # Who has tiles has no units, and the other way around; all are there at once.
     assert programs + schedule.programs == MULTIPROCESSORS
-    assert beside.units <= rows * len(ranks) and beside.schedule.block <= gs.BLOCK_OF_ROWS
+    assert beside.units <= rows * len(ranks) and beside.schedule.block <= ss.BLOCK_OF_ROWS
     # What a product leaves to it costs the product no stage but for the smallest.
     alone = of_product()
     assert schedule == dataclasses.replace(alone, stages=schedule.stages)
@@ -369,7 +370,7 @@ def test_shrinks_that_have_no_programs_to_be_made_by():
 
 
 def check_shrink(rows, ranks, width):
-    tile = gs.rank_tile(max(ranks))
+    tile = ss.rank_tile(max(ranks))
     packs = mosaic_gpu._packs(range(len(ranks)), ranks, tile)
     assert [term for pack in packs for term in pack] == list(range(len(ranks)))
     for pack in packs:
@@ -380,13 +381,13 @@ def check_shrink(rows, ranks, width):
 def check_pack(rows, ranks, tile, width, alone):
     of_unit = width * (len(ranks) if alone else 1)
     for groups in 1, 128:
-        check_pieces(rows, ranks, width, (tile, of_unit, alone, gs.piece_rows(rows, groups)))
+        check_pieces(rows, ranks, width, (tile, of_unit, alone, ss.piece_rows(rows, groups)))
 
 
 def check_pieces(rows, ranks, width, sizes):
     *_, alone, piece = sizes
-    schedule = gs.shrink_schedule(rows, ranks, *sizes)
-    assert schedule == gs.shrink_schedule(rows, ranks, *sizes)
+    schedule = ss.shrink_schedule(rows, ranks, *sizes)
+    assert schedule == ss.shrink_schedule(rows, ranks, *sizes)
     check_heights(schedule.heights)
     assert schedule.heights[-1] >= (schedule.block or piece)
     # At once, all of them.
@@ -439,7 +440,7 @@ def test_any_shrink(rows, ranks):
 @pytest.mark.parametrize("rank", range(1, MAX_RANK + 1))
 def test_rank_tile(rank):
     """A swizzle of the tensor cores that holds the rank, or the widest, and no wider than that."""
-    tile = gs.rank_tile(rank)
+    tile = ss.rank_tile(rank)
     assert tile in (16, 32, 64)
     assert tile >= min(rank, 64) and (tile == 16 or tile // 2 < rank)
 

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_lora_matmul import gpu_rows, gpu_spread, lora, mosaic_gpu
-from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     packed_columns,
     rank_tile,
     shrink_of_spread,
