@@ -6,9 +6,6 @@ and attention make. Norms, activations, routing and gathers are computed again.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -31,23 +28,3 @@ def map_once(function, values):
         return found[id(x)]
 
     return jax.tree.map(of, values)
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True)
-class Once:
-    """Values for a function's results, or for what it keeps: an array that is there several times
-    is one of them, and there several times again after it."""
-
-    values: Any
-
-    def tree_flatten(self):
-        leaves, tree = jax.tree.flatten(self.values)
-        distinct = {id(leaf): leaf for leaf in leaves}
-        places = tuple(list(distinct).index(id(leaf)) for leaf in leaves)
-        return tuple(distinct.values()), (tree, places)
-
-    @classmethod
-    def tree_unflatten(cls, known, distinct):
-        tree, places = known
-        return cls(jax.tree.unflatten(tree, [distinct[place] for place in places]))

@@ -24,9 +24,10 @@ from pallas_kernels.grouped_lora_matmul.api import (
 )
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Slots, classes_of, slot_counts, terms_of_parts
-from pallas_kernels.kept import Once, map_once
+from pallas_kernels.kept import map_once
 from pallas_kernels.moe_mlp.dispatch import dispatch
 from pallas_kernels.moe_mlp.experts import experts as experts_of
+from pallas_kernels.once import Once
 from pallas_kernels.routing_plan.api import local_groups
 
 
@@ -144,7 +145,7 @@ def _shared_u(backend, x, token_slots, lora, route):
         if not one[part]:
             classes = slice(part, None, count)
             rows[classes] = _scaled(rows[classes], terms[classes], route.tables)
-    return Once(tuple(rows))
+    return Once.of(tuple(rows))
 
 
 def _scaled(u, terms, tables):

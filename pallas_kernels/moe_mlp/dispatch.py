@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_lora_matmul.lora import terms_of_parts
-from pallas_kernels.kept import Once
+from pallas_kernels.once import Once
 from pallas_kernels.routing_plan.api import combine
 
 
@@ -27,7 +27,7 @@ def dispatch(backend: ModuleType, groups: int, slots: int, x, group, token_slots
     """
     terms = terms_of_parts((0,) * len(lora), lora)
     route, rows, u = backend.dispatch(x, groups, slots, group, token_slots, valid, terms)
-    return route, rows, u and Once(u)
+    return route, rows, u and Once.of(u)
 
 
 def _forward(backend, groups, slots, *arguments):
