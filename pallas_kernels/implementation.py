@@ -46,14 +46,11 @@ def implementation_module(package: str, implementation: str) -> ModuleType:
 def mosaic_gpu_module(package: str, implementation: str | None, *arguments) -> ModuleType | None:
     """A package's kernels for Hopper where they are asked for, or best, and serve the arguments.
 
-    They are small: what makes them better than Triton's is that they can begin while the kernel
-    before ends. None stands for others. The module says what it serves: `check` of the arguments.
+    None stands for others. The module says what it serves: `check` of the arguments.
 
     Raises:
       NotImplementedError: they were asked for, and do not.
     """
-    if implementation is None and not DEPENDENT_LAUNCH:
-        return None
     if (implementation or platform_implementation()) != "mosaic_gpu":
         return None
     module = implementation_module(package, "mosaic_gpu")

@@ -21,28 +21,32 @@ from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.top_experts.xla import SIGMOID_EPSILON, Scoring
 
 LANES, WARPS = 32, 4
-OF_LANE = 4  # experts that follow each other, which a lane loads together
-WHOLE, MOST_EXPERTS = LANES * OF_LANE, 512
+OF_LANE = 4, 2, 1  # experts that follow each other, which a lane loads together
+MOST_EXPERTS = 512
 MOST_CHOICES = 32  # each is code of its own
 DTYPES = "float32", "bfloat16"
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 UPPER_HALF = -(2**16)
-# Of experts [E]: the same in all warps.
-LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((WHOLE,), (OF_LANE,))),
-    warp_dims=(plgpu.Replicated(WARPS),),
-    lane_dims=(-2,),
-    vector_dim=-1,
-)
+
+
+def layout_of(count: int):
+    """Of experts [E]: the same in all warps."""
+    of_lane = next(its for its in OF_LANE if count % (LANES * its) == 0)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((LANES * of_lane,), (of_lane,))),
+        warp_dims=(plgpu.Replicated(WARPS),),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
 
 
 def check(logits, top_k: int):
     """Raises NotImplementedError if the kernel cannot serve logits [T, E] and so many choices."""
     tokens, count = logits.shape
-    served = count % WHOLE == 0 and 0 < count <= MOST_EXPERTS and tokens > 0
+    served = count % LANES == 0 and 0 < count <= MOST_EXPERTS and tokens > 0
     if not served or top_k > MOST_CHOICES or str(logits.dtype) not in DTYPES:
         raise NotImplementedError(
-            f"implementation='mosaic_gpu' chooses at most {MOST_CHOICES} of whole {WHOLE} experts, "
+            f"implementation='mosaic_gpu' chooses at most {MOST_CHOICES} of whole {LANES} experts, "
             f"at most {MOST_EXPERTS}, from logits that are {' or '.join(DTYPES)}; "
             f"got {top_k=} and logits {logits.dtype}{list(logits.shape)}"
         )
@@ -90,7 +94,8 @@ def _body(top_k: int, scoring: Scoring, logits, *refs):
 
 def _load(ref):
     """Numbers [E] in float32."""
-    return plgpu.load(ref, layout=LAYOUT, optimized=False).astype(jnp.float32)
+    layout = layout_of(ref.shape[0])
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
 def _score_of(logits, highest, scoring: Scoring, whole: bool):
@@ -159,11 +164,16 @@ def _choose_of_halves(keys, top_k: int):
 
 def _from_last(keys):
     """How many experts follow each. The first has the highest: no instruction finds the lowest."""
-    return keys.shape[0] - 1 - plgpu.broadcasted_iota(jnp.int32, keys.shape, 0, layout=LAYOUT)
+    return keys.shape[0] - 1 - _index(keys)
+
+
+def _index(numbers):
+    """Which expert each of the numbers [E] is of."""
+    layout = layout_of(numbers.shape[0])
+    return plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=layout)
 
 
 def _at(numbers, expert):
     """One of the numbers [E]."""
-    index = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=LAYOUT)
     bits = lax.bitcast_convert_type(numbers, jnp.int32)
-    return _as_float(jnp.max(jnp.where(index == expert, bits, LOWEST)))
+    return _as_float(jnp.max(jnp.where(_index(numbers) == expert, bits, LOWEST)))

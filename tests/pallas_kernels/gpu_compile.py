@@ -352,8 +352,8 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     def choice(logits):
         return top_experts(logits, None, shape.top_k, Scoring(), implementation="mosaic_gpu")
 
-    # Of whole 128 experts, too.
-    counted = -(-groups // 128) * 128
+    # The choice is of whole 32 experts.
+    counted = -(-groups // 32) * 32
     yield "choice", choice, (array(tokens, counted, dtype=jnp.float32),)
     yield "choice of bfloat16", choice, (array(tokens, counted),)
 

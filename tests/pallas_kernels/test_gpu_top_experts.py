@@ -53,6 +53,9 @@ def check(logits, bias=None, top_k=8, scoring=SCORINGS["Qwen3"]):
         (256, 6, True, "float32"),
         (512, 10, False, "bfloat16"),
         (128, 1, True, "bfloat16"),
+        (64, 6, False, "float32"),
+        (32, 4, False, "bfloat16"),
+        (96, 3, True, "float32"),
     ],
 )
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
@@ -130,7 +133,6 @@ def test_what_the_kernel_refuses(monkeypatch, platform, general, shape, top_k, d
     with pytest.raises(NotImplementedError, match=rf"logits .*\[{shape[0]}, {shape[1]}\]"):
         top_experts(logits, None, top_k, Scoring(), implementation="mosaic_gpu")
     monkeypatch.setattr(implementation, "platform_implementation", lambda: "mosaic_gpu")
-    monkeypatch.setattr(implementation, "DEPENDENT_LAUNCH", True)
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     assert api._backend(None, logits, top_k) is general
 
@@ -143,9 +145,6 @@ def test_on_hopper_it_is_the_kernel(monkeypatch):
     monkeypatch.setattr(implementation, "platform_implementation", lambda: "xla")
     assert api._backend(None, logits, 8) is triton
     monkeypatch.setattr(implementation, "platform_implementation", lambda: "mosaic_gpu")
-    monkeypatch.setattr(implementation, "DEPENDENT_LAUNCH", False)
-    assert api._backend(None, logits, 8) is triton
-    monkeypatch.setattr(implementation, "DEPENDENT_LAUNCH", True)
     assert api._backend(None, logits, 8) is mosaic_gpu
     assert api._backend("triton", logits, 8) is triton
     assert api._backend("xla", logits, 8) is xla

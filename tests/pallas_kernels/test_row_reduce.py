@@ -242,7 +242,6 @@ def test_norms_that_hopper_kernels_refuse(monkeypatch, platform, general, shape,
     with pytest.raises(NotImplementedError, match=rf"got x .*\[{shape[0]}, {shape[1]}\]"):
         rms_norm(x, jnp.zeros(shape[1], dtype), 1e-6, implementation="mosaic_gpu")
     monkeypatch.setattr(implementation, "platform_implementation", lambda: "mosaic_gpu")
-    monkeypatch.setattr(implementation, "DEPENDENT_LAUNCH", True)
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     assert api._backend_of_norms(None, x) is general
 
@@ -257,7 +256,6 @@ def test_norms_on_hopper_have_kernels_of_their_own(monkeypatch):
     monkeypatch.setattr(implementation, "platform_implementation", lambda: "xla")
     assert api._backend_of_norms(None, rows) is triton
     monkeypatch.setattr(implementation, "platform_implementation", lambda: "mosaic_gpu")
-    monkeypatch.setattr(implementation, "DEPENDENT_LAUNCH", True)
     assert api._backend_of_norms(None, rows) is mosaic_gpu
     assert api._backend_of_norms("triton", rows) is api._backend(None) is triton
     assert api._backend_of_norms("xla", rows) is xla
