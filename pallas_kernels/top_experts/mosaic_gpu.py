@@ -1,10 +1,8 @@
 """The kernel for Hopper: every warp has all experts of a token, and none waits for another.
 
 A warp reduces integers in one instruction, so scores are compared as integers of the same order.
-Of float32 the value of the next place follows from that of the place before and from how many
-experts have that or more. Which of several equal experts has a place is found beside that: nothing
-waits for it but the next place with the same value. In an integer of bfloat16 there is room for the
-expert, too, and no two are equal.
+Of several equal experts the first has the next place. In an integer of bfloat16 there is room for
+the expert, too, and no two are equal.
 """
 
 from __future__ import annotations
@@ -62,54 +60,106 @@ def top_experts(logits, bias, top_k: int, scoring: Scoring):
         grid=(tokens,),
         grid_names=("token",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        scratch_types=[plgpu.SMEM((top_k,), jnp.float32)],
         kernel_name="top_experts",
     )
     return tuple(kernel(logits, *([] if bias is None else [bias])))
 
 
 def _body(top_k: int, scoring: Scoring, logits, *refs):
-    *biases, experts_out, weights_out = refs
+    *biases, experts_out, weights_out, scores = refs
     token = lax.axis_index("token")
-    biases = [_load(its) for its in biases]
+    bias = _load(biases[0]) if biases else None
     wait_for_kernels_before(logits.shape[0])
-    of_token = _load(logits.at[token])
-    if biases:
-        highest = None if scoring.sigmoid else _number(jnp.max(_ordered(of_token)))
-        score = _score_of(of_token, highest, scoring, whole=True)
-        experts, _ = _choose(_ordered(score(of_token) + biases[0]), top_k)
-        chosen = [_at(of_token, expert) for expert in experts]
-    else:
-        # Scores are in the order of their logits.
-        choose = _choose_of_halves if logits.dtype == jnp.bfloat16 else _choose
-        experts, chosen = choose(_ordered(of_token), top_k)
-        score = _score_of(of_token, chosen[0], scoring, whole=not scoring.normalise)
-    weights = [score(logit) for logit in chosen]
-    if scoring.normalise:
-        total = functools.reduce(jnp.add, weights)
-        weights = [its / (total + (SIGMOID_EPSILON if scoring.sigmoid else 0.0)) for its in weights]
-    for place in range(top_k):
-        experts_out[token, place] = experts[place]
-        weights_out[token, place] = weights[place] * scoring.scale
+    choose = Choice(logits.at[token], bias, top_k, scoring)
+
+    def remember(place, expert, score):
+        experts_out[token, place] = expert
+        scores[place] = score
+
+    choose(remember)
+
+    def weigh(place, _):
+        weights_out[token, place] = choose.weight(scores[place])
+
+    lax.fori_loop(0, top_k, weigh, None)
+
+
+class Choice:
+    """The experts of one token, in the registers of a warpgroup.
+
+    What happens for each place is a loop: code that is not there yet takes longer than its turns.
+
+    Args:
+      logits: reference [E]. bias: float32 numbers [E] in `layout_of`, or None.
+    """
+
+    def __init__(self, logits, bias, top_k: int, scoring: Scoring):
+        self.top_k, self.scoring, self.biased = top_k, scoring, bias is not None
+        self.logits = _load(logits)
+        ordered = _ordered(self.logits)
+        # What softmax takes of each: the highest, whose score is 1 before anything is divided.
+        self.highest = None if scoring.sigmoid else _number(jnp.max(ordered))
+        self.total = None
+        if not scoring.sigmoid and (self.biased or not scoring.normalise):
+            self.total = jnp.sum(jnp.exp(self.logits - self.highest))
+        # In an integer of bfloat16 there is room for the expert.
+        self.has_room = logits.dtype == jnp.bfloat16 and not self.biased
+        if self.biased:
+            ordered = _ordered(self._scores(self.logits) + bias)
+        self.from_last = _from_last(ordered)
+        self.keys = (ordered & UPPER_HALF) | self.from_last if self.has_room else ordered
+
+    def __call__(self, action):
+        """action(place, expert, score) of the highest, and so on; then there are weights."""
+        last = self.keys.shape[0] - 1
+        find = self._next_with_room if self.has_room else self._next
+
+        def one(place, state):
+            before, total = state
+            found, from_last, logit = find(before)
+            expert = last - from_last
+            score = self._scores(_at(self.logits, expert) if self.biased else logit)
+            action(place, expert, score)
+            return found, total + score
+
+        none = jnp.int32(HIGHEST), jnp.int32(last + 1)
+        _, self.total_of_chosen = lax.fori_loop(0, self.top_k, one, (none, jnp.float32(0)))
+
+    def weight(self, score):
+        """What an expert of a score counts."""
+        if self.scoring.normalise:
+            epsilon = SIGMOID_EPSILON if self.scoring.sigmoid else 0.0
+            score = score / (self.total_of_chosen + epsilon)
+        return score * self.scoring.scale
+
+    def _scores(self, logits):
+        """Of some logits; of softmax not divided by what cancels out."""
+        if self.scoring.sigmoid:
+            return 1.0 / (1.0 + jnp.exp(-logits))
+        exponentials = jnp.exp(logits - self.highest)
+        return exponentials if self.total is None else exponentials / self.total
+
+    def _next(self, before):
+        """The highest key after one of a place, of equal ones the first; (key, place), and more."""
+        key, from_last = before
+        follows = (self.keys < key) | ((self.keys == key) & (self.from_last < from_last))
+        key = jnp.max(jnp.where(follows, self.keys, LOWEST))
+        from_last = jnp.max(jnp.where(follows & (self.keys == key), self.from_last, -1))
+        return (key, from_last), from_last, _number(key)
+
+    def _next_with_room(self, before):
+        """The same where no two keys are equal."""
+        key, _ = before
+        key = jnp.max(jnp.where(self.keys < key, self.keys, LOWEST))
+        from_last = key & ~UPPER_HALF
+        return (key, from_last), from_last, _as_float(_flipped(key) & UPPER_HALF)
 
 
 def _load(ref):
     """Numbers [E] in float32."""
     layout = layout_of(ref.shape[0])
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
-
-
-def _score_of(logits, highest, scoring: Scoring, whole: bool):
-    """What makes scores of some of a token's logits [E], of which the softmax takes the highest.
-
-    Args:
-      whole: softmax is divided by its total; else that is left to whoever normalises.
-    """
-    if scoring.sigmoid:
-        return lambda its: 1.0 / (1.0 + jnp.exp(-its))
-    if not whole:
-        return lambda its: jnp.exp(its - highest)
-    total = jnp.sum(jnp.exp(logits - highest))
-    return lambda its: jnp.exp(its - highest) / total
 
 
 def _ordered(numbers):
@@ -131,35 +181,6 @@ def _as_float(bits):
 def _flipped(bits):
     """Orders the bits of negative numbers as integers, and back."""
     return bits ^ ((bits >> 31) & HIGHEST)
-
-
-def _choose(keys, top_k: int):
-    """The experts of the highest keys [E], of equal ones the first, and their numbers: scalars."""
-    from_last = _from_last(keys)
-    places, values = [], [jnp.max(keys)]
-    for number in range(top_k):
-        value, here = values[-1], keys == values[-1]
-        if number:
-            fresh = value != values[-2]
-            here = here & (fresh | (from_last < places[-1]))
-        places.append(jnp.max(jnp.where(here, from_last, -1)))
-        if number + 1 < top_k:
-            as_high = jnp.sum(jnp.where(keys >= value, 1, 0))
-            below = jnp.max(jnp.where(keys < value, keys, LOWEST))
-            values.append(jnp.where(as_high > number + 1, value, below))
-    last = keys.shape[0] - 1
-    return [last - place for place in places], [_number(value) for value in values]
-
-
-def _choose_of_halves(keys, top_k: int):
-    """`_choose` where the lower half of a key says nothing: there it says which expert's it is."""
-    keys = (keys & UPPER_HALF) | _from_last(keys)
-    chosen = [jnp.max(keys)]
-    for _ in range(1, top_k):
-        chosen.append(jnp.max(jnp.where(keys < chosen[-1], keys, LOWEST)))
-    last = keys.shape[0] - 1
-    experts = [last - (key & ~UPPER_HALF) for key in chosen]
-    return experts, [_as_float(_flipped(key) & UPPER_HALF) for key in chosen]
 
 
 def _from_last(keys):
