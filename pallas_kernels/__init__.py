@@ -13,6 +13,7 @@ from pallas_kernels.latent_attention.api import KvB, latent_attention
 from pallas_kernels.latent_rotation.api import ColumnsOf, rotate_and_cache_latents
 from pallas_kernels.layered import Layered
 from pallas_kernels.moe_mlp.api import moe_mlp
+from pallas_kernels.moe_mlp.routed import routed_mlp
 from pallas_kernels.paged_attention.api import (
     PageView,
     paged_attention,
@@ -47,6 +48,7 @@ __all__ = [
     "rotate",
     "rotate_and_cache",
     "rotate_and_cache_latents",
+    "routed_mlp",
     "routing_plan",
     "row_sum",
     "top_experts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -13,7 +14,7 @@ from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.choice_bias import bias_of_choices
 from lora_moe_jax.layers.mlp import Mlp
 from lora_moe_jax.layers.router import Router
-from pallas_kernels import Gate, moe_mlp
+from pallas_kernels import Gate, moe_mlp, routed_mlp
 from pallas_kernels.rounded import added, rounded
 
 
@@ -60,24 +61,48 @@ class Experts(nnx.Module):
         valid: Bool[Array, " tokens"] | None,
     ) -> Float[Array, "tokens hidden"]:
         """Sums the choices of this device's experts, from `first_expert` on."""
-        gate_up = self.gate_up_proj[...]
-        count, _, width, hidden = gate_up.shape
-        bias = self.gate_up_bias
+        weights_of_layer, options = self._weights()
         return moe_mlp(
             x,
             experts,
             weights,
             token_slots,
-            gate_up.reshape(count, 2 * width, hidden),
-            self.down_proj[...],
-            lora_of(self.gate_slots),
-            lora_of(self.up_slots),
-            lora_of(self.down_slots),
-            gate_up_bias=None if bias is None else bias[...].reshape(count, 2 * width),
-            gate=self.gate,
+            *weights_of_layer,
+            **options,
             first_group=first_expert,
             valid=valid,
         )
+
+    def chosen(
+        self,
+        x: Float[Array, "tokens hidden"],
+        logits: Float[Array, "tokens experts"],
+        router: Router,
+        token_slots: Int[Array, " tokens"],
+        valid: Bool[Array, " tokens"] | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The sum, experts and weights of `routed_mlp`: all experts are on this device."""
+        weights_of_layer, options = self._weights()
+        return routed_mlp(
+            x,
+            logits,
+            token_slots,
+            *weights_of_layer,
+            **options,
+            top_k=router.config.top_k,
+            scoring=router.scoring,
+            correction=router.correction,
+            valid=valid,
+        )
+
+    def _weights(self) -> tuple[tuple, dict]:
+        """Arguments of `moe_mlp`, by place and by name."""
+        gate_up, bias = self.gate_up_proj[...], self.gate_up_bias
+        count, _, width, hidden = gate_up.shape
+        slots = self.gate_slots, self.up_slots, self.down_slots
+        weights = gate_up.reshape(count, 2 * width, hidden), self.down_proj[...]
+        bias = None if bias is None else bias[...].reshape(count, 2 * width)
+        return (*weights, *map(lora_of, slots)), dict(gate_up_bias=bias, gate=self.gate)
 
 
 class MoeMlp(nnx.Module):
@@ -112,10 +137,14 @@ class MoeMlp(nnx.Module):
         valid: Bool[Array, " tokens"] | None,
     ) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens choices"]]:
         """y, and the experts of each token, the one it likes best first."""
-        experts, weights = self.gate(x, token_slots)
-        local = self.experts.down_proj[...].shape[0]
-        first = self.axes.index(self.expert_axis) * local
-        routed = self.experts(x, experts, weights, token_slots, first, valid)
+        logits = self.gate.logits(x, token_slots)
+        if self.expert_axis is None and self.gate.config.group_score == "none":
+            of_tokens = self.gate, token_slots, valid
+            routed, experts, weights = self.experts.chosen(x, logits, *of_tokens)
+        else:
+            experts, weights = self.gate.choose(logits)
+            first = self.axes.index(self.expert_axis) * self.experts.down_proj[...].shape[0]
+            routed = self.experts(x, experts, weights, token_slots, first, valid)
         y = self.axes.sum(routed, self.expert_axis, self.width_axis)
         if self.experts.down_bias is not None:
             bias = jnp.asarray(self.experts.down_bias[...])

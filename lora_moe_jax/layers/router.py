@@ -35,18 +35,32 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], token_slots: Int[Array, " tokens"]
     ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
-        config, bias = self.config, self.correction_bias
+        return self.choose(self.logits(x, token_slots))
+
+    def logits(
+        self, x: Float[Array, "tokens hidden"], token_slots: Int[Array, " tokens"]
+    ) -> Float[Array, "tokens experts"]:
         # Products of bfloat16 are exact in float32, where they are summed: x stays as it is.
-        logits = self.proj(x, token_slots, jnp.float32 if config.router_float32 else None)
-        choose = top_experts if config.group_score == "none" else self._of_best_groups
-        experts, weights = choose(
-            logits,
-            None if bias is None else bias[...],
-            config.top_k,
-            Scoring(
-                config.scoring == "sigmoid", config.norm_topk_prob, config.routed_scaling_factor
-            ),
+        return self.proj(x, token_slots, jnp.float32 if self.config.router_float32 else None)
+
+    @property
+    def correction(self) -> jax.Array | None:
+        """What is added to scores before they are compared."""
+        bias = self.correction_bias
+        return None if bias is None else bias[...]
+
+    @property
+    def scoring(self) -> Scoring:
+        config = self.config
+        return Scoring(
+            config.scoring == "sigmoid", config.norm_topk_prob, config.routed_scaling_factor
         )
+
+    def choose(
+        self, logits: Float[Array, "tokens experts"]
+    ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
+        choose = top_experts if self.config.group_score == "none" else self._of_best_groups
+        experts, weights = choose(logits, self.correction, self.config.top_k, self.scoring)
         return experts, weights.astype(logits.dtype)
 
     def _of_best_groups(self, logits, bias, top_k: int, scoring: Scoring):

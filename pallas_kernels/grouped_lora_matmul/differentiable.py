@@ -40,6 +40,14 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
         The gate's function of x times each row's gate_up [G, 2 I, K], with its bias [G, 2 I] or
         None, times its down [G, H, I], with the `Term`s of both, in one kernel. None: not of these.
         Bits are those of two products.
+    ROUTED_AT_ONCE
+        So many rows of a MoE layer `routed_experts` may take. 0: there is none.
+    routed_experts(x, logits, tokens, correction, choice, gate_up, bias, down, into, out, gate)
+            -> [M, H], experts [T, choices], weights float32 [T, choices], or None
+        The same of x [T, K], with the experts that `top_experts` chooses by logits [T, E], float32
+        correction [E] or None, and choice (top_k, scoring); rows are in order of the choices.
+        tokens is int32 [T]: the slot of each + 1, or -1 where no expert works on it. Bits are those
+        of `top_experts` and `experts`.
     outer(lefts, right, spans, tables, first, shape, dtype) -> [*shape, rank, width] of each
         lefts are (u, rank) pairs: u as `shrink` returns it, and how many of its columns count;
         each has a span (start, width).

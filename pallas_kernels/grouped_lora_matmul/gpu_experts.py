@@ -11,6 +11,9 @@ Both are the products of `gpu_product`, tile by tile, with one ring of stages. R
 each make their u inside (`gpu_product_inner`); other rows' u of gate and up is there before, and
 that of down two more warpgroups make as soon as its h is there (`gpu_experts_shrink`).
 
+The experts of very few tokens are chosen here as well, if their logits are given: each program
+finds for itself which experts its tiles are of (`gpu_experts_choice`).
+
 Each program has a multiprocessor of its own, or those that wait would be in the way of those they
 wait for. Kernels beside it make it late, no more, unless their programs wait for each other too:
 two processes with such kernels cannot share a GPU at the same moment (MPS).
@@ -29,6 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.gpu_experts_choice import ChoiceLayout, ChosenRows
 from pallas_kernels.grouped_lora_matmul.gpu_experts_shrink import ShrinkOfTiles
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, operands_of
 from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
@@ -45,6 +49,7 @@ from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.memory import drain
 from pallas_kernels.hopper.store import whole_lines
 from pallas_kernels.layered import layer_operands, merged, number_of
+from pallas_kernels.top_experts.xla import Scoring
 
 COMMON = "x_stage", "w_stage", "empty", "own_u"  # what the products have in turns
 
@@ -69,6 +74,22 @@ class Shrink(NamedTuple):
     layout: ShrinkLayout
 
 
+class Logits(NamedTuple):
+    """What experts are chosen by.
+
+    Attributes:
+      logits: [T, E], in order of experts. tokens: int32 [T], the slot of each token + 1; -1: no
+        expert works on it.
+      correction: float32 [E] of `top_experts`, or None.
+    """
+
+    logits: jax.Array
+    tokens: jax.Array
+    correction: jax.Array | None
+    top_k: int
+    scoring: Scoring
+
+
 class _Operands(NamedTuple):
     """What the kernel reads; None, or nothing, is what it has not.
 
@@ -78,12 +99,13 @@ class _Operands(NamedTuple):
         is a tile. places, run_ends: of rows; places of those are words.
       u: that of gate and up's terms. into, out: W and its bias; B, A and the scaling of each term.
       factors, scalings: of the shrink of down.
+      logits, tokens, correction: see `Logits`.
     """
 
     layer: tuple
     arrivals: jax.Array | None
     count: jax.Array | None
-    words: jax.Array
+    words: jax.Array | None
     places: jax.Array | None
     run_ends: jax.Array | None
     x: jax.Array
@@ -92,6 +114,9 @@ class _Operands(NamedTuple):
     out: list
     factors: list
     scalings: list
+    logits: jax.Array | None
+    tokens: jax.Array | None
+    correction: jax.Array | None
 
 
 def experts_kernel(
@@ -102,13 +127,14 @@ def experts_kernel(
     gate: Gate,
     ring_rows: int,
     shrink: Shrink | None = None,
+    chosen_by: Logits | None = None,
     *,
     interpreted=False,
 ):
     """Runs both products.
 
     Args:
-      tables: of few rows. x: [M, K].
+      tables: of few rows. x: [M, K], or [T, K] of tokens whose experts are chosen here.
       into: of gate and up. out: of down. Both have terms or none has. Where rows are a tile each
         they make their u.
       ring_rows: see `experts_schedules`.
@@ -116,9 +142,10 @@ def experts_kernel(
       interpreted: for the interpreter, which knows no layouts.
 
     Returns:
-      [M, N of down] in x's dtype.
+      [M, N of down] in x's dtype. Of experts that are chosen here rows are in order of choices, and
+      experts int32 [T, choices] and their weights float32 [T, choices] follow.
     """
-    rows, dtype = x.shape[0], x.dtype
+    rows, dtype = x.shape[0] * (chosen_by.top_k if chosen_by else 1), x.dtype
     u = ()
     if shrink is not None:
         u = (jax.ShapeDtypeStruct((rows, shrink.layout.columns), dtype),)
@@ -129,21 +156,26 @@ def experts_kernel(
     def layout_of(x, product, gate):
         lora = product.terms, product.starts, product.firsts, product.schedule
         static = gate, tables, interpreted, dtype, ring_rows
-        return ProductLayout(x, product.w, *lora, 2, *static, bias=product.bias)
+        of_rows = dict(rows=rows, chosen=chosen_by is not None)
+        return ProductLayout(x, product.w, *lora, 2, *static, bias=product.bias, **of_rows)
 
     h = jax.ShapeDtypeStruct((rows, into.w.shape[1] // 2), dtype)
     layouts = layout_of(x, into, gate), layout_of(h, out, None)
     of_h, of_y = (
         jax.ShapeDtypeStruct((rows, whole_lines(layout.width, 64)), dtype) for layout in layouts
     )
+    programs, choice, chosen = max(its.schedule.programs for its in layouts), None, ()
+    if chosen_by:
+        choice = ChoiceLayout(*chosen_by.logits.shape, chosen_by.top_k, chosen_by.scoring, programs)
+        chosen = choice.results()
     kernel = kept_kernel(
-        functools.partial(_body, layouts, shrink and shrink.layout),
-        out_type=[of_h, of_y, *u],
-        grid=(max(product.schedule.programs for product in (into, out)),),
+        functools.partial(_body, layouts, shrink and shrink.layout, choice),
+        out_type=[of_h, of_y, *u, *chosen],
+        grid=(programs,),
         grid_names=("program",),
         num_threads=4 if shrink else 2,
         thread_name="warpgroup",
-        scratch_types=_scratch(layouts, shrink and shrink.layout),
+        scratch_types=_scratch(layouts, shrink and shrink.layout, choice),
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -151,11 +183,12 @@ def experts_kernel(
         ),
         kernel_name=f"lora_experts_of_{layouts[0].name()}",
     )
-    _, y, *_ = kernel(_operands(tables, x, layouts, into, out, shrink))
-    return y[:, : layouts[1].width]
+    _, y, *found = kernel(_operands(tables, x, layouts, into, out, shrink, chosen_by))
+    y = y[:, : layouts[1].width]
+    return (y, *found[-2:]) if chosen_by else y
 
 
-def _operands(tables: Tables, x, layouts, into: Product, out: Product, shrink: Shrink | None):
+def _operands(tables: Tables, x, layouts, into: Product, out: Product, shrink, chosen_by):
     of_adapters = into.terms.of_adapters + out.terms.of_adapters if into.terms else ()
     factors, scalings = (shrink.factors, shrink.scalings) if shrink else ((), ())
     of_layers = into.w, into.bias, out.w, out.bias, *of_adapters, *factors, *scalings
@@ -164,27 +197,37 @@ def _operands(tables: Tables, x, layouts, into: Product, out: Product, shrink: S
         list(itertools.chain(*operands_of(layout, product.w, product.bias, product.terms)))
         for layout, product in zip(layouts, (into, out), strict=True)
     )
+    logits, tokens, correction, *_ = chosen_by or (None,) * 3
     return _Operands(
         layer=layer_operands(*of_layers),
         arrivals=None if layouts[0].interpreted else tables.arrivals,
         count=count,
         words=words,
         places=tables.place if into.terms and not tables.rows_alone else None,
-        run_ends=tables.run_end if into.terms else None,
+        run_ends=tables.run_end if into.terms and not tables.rows_alone else None,
         x=x,
         u=tuple(layouts[0].distinct_u(into.terms)) if into.terms else (),
         into=of_into,
         out=of_out,
         factors=[merged(factor)[0] for factor in factors],
         scalings=[merged(scaling.reshape(-1))[0] for scaling in scalings],
+        logits=logits,
+        tokens=tokens,
+        correction=correction,
     )
 
 
-def _scratch(layouts: tuple[ProductLayout, ProductLayout], shrink: ShrinkLayout | None = None):
+def _scratch(
+    layouts: tuple[ProductLayout, ProductLayout],
+    shrink: ShrinkLayout | None = None,
+    choice: ChoiceLayout | None = None,
+):
     into, out = (layout.scratch() for layout in layouts)
     common = {name: into[name] for name in COMMON if name in into}
     own = [{name: its[name] for name in its if name not in common} for its in (into, out)]
     found = common | dict(into=own[0], out=own[1])
+    if choice:
+        found["choice"] = choice.scratch()
     if shrink:
         found["shrink"] = shrink.scratch()
     if layouts[0].interpreted:
@@ -197,6 +240,7 @@ def _scratch(layouts: tuple[ProductLayout, ProductLayout], shrink: ShrinkLayout 
 def _body(
     layouts: tuple[ProductLayout, ProductLayout],
     shrink_layout: ShrinkLayout | None,
+    choice_layout: ChoiceLayout | None,
     given: _Operands,
     h,
     y,
@@ -204,16 +248,21 @@ def _body(
     into,
     out,
     shrink=None,
+    choice=None,
     h_said=None,
     u_said=None,
     **common,
 ):
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    first = layouts[0]
+    first, words = layouts[0], given.words
     wait_for_kernels_before(first.rows)
+    if choice_layout:
+        *u, experts, weights = u
+        arrays = given.logits, given.tokens, given.correction, experts, weights
+        choice = ChosenRows(choice_layout, program, arrays, **choice)
+        words = choice.words
     count = first.rows if first.single_rows else given.count[given.count.shape[0] - 1]
-    places = given.words if first.single_rows else given.places
-    rows = count, given.words, places, given.run_ends
+    rows = count, words, given.places, given.run_ends
     into, out = (
         _Phase(layout, program, given.layer, rows, *arguments, common)
         for layout, *arguments in zip(
@@ -237,6 +286,8 @@ def _body(
 
     @pl.when(warpgroup == 0)
     def _compute():
+        if choice:
+            choice.make()
         steps = into.compute(jnp.int32(0), h_made.say)
         out.compute(steps, None)
         # Read is enough: the kernel's end makes what was stored visible.
@@ -244,6 +295,8 @@ def _body(
 
     @pl.when(warpgroup == 1)
     def _memory():
+        if choice:
+            choice.wait()
         steps = into.load(jnp.int32(0), None)
         steps = out.load(steps, lambda tile, is_first: x_made.wait(tile.number, is_first))
         drain(common["empty"], steps, first.schedule.stages)

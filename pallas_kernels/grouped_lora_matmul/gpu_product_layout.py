@@ -32,7 +32,12 @@ MOST_BARRIERS = 32  # of one array: Mosaic keeps their phases in the bits of a w
 
 
 class ProductLayout:
-    """Sizes of one kernel, and its memory."""
+    """Sizes of one kernel, and its memory.
+
+    Args:
+      rows: how many there are, where several have the same row of x.
+      chosen: whether the kernel itself makes the rows' words, in shared memory.
+    """
 
     def __init__(
         self,
@@ -49,12 +54,16 @@ class ProductLayout:
         out_dtype,
         ring_rows=0,
         bias=None,
+        rows=None,
+        chosen=False,
     ):
         self.single_rows, self.equal = tables.rows_alone, tables.equal
+        self.chosen = chosen
         self.interpreted = interpreted
         self.schedule, self.contract, self.gate, self.starts = schedule, contract, gate, starts
         self.parts = 2 if gate is not None else 1
-        self.rows, self.k = x.shape
+        self.rows, self.k = rows or x.shape[0], x.shape[1]
+        self.rows_of_x = self.rows // x.shape[0]
         self.groups = w.shape[0]
         self.width = w.shape[3 - contract] // self.parts
         self.dtype, self.out_dtype = x.dtype, out_dtype
@@ -301,8 +310,10 @@ class ProductLayout:
     def word_copies(self):
         """The tile's words in a table, or its row's place; with adapters places and run ends; of
         each part its bias."""
-        in_table = not self.single_rows and not self.equal
-        words = int(in_table) + (2 if self.terms else int(self.single_rows))
+        if self.single_rows:
+            words = int(not self.chosen)
+        else:
+            words = int(not self.equal) + 2 * bool(self.terms)
         return words + (self.parts if self.biased else 0)
 
     def sets(self) -> list[Set]:

@@ -185,8 +185,11 @@ class ProductMemory:
     def load_x(self, tile, height, k, step, block):
         """A block of the rows' columns."""
         stage, column = self.stages.stage_of(step), (k * self.schedule.depth + block) * K_STEP
+        row = tile.row
+        if self.layout.rows_of_x > 1:
+            row = lax.div(row, jnp.int32(self.layout.rows_of_x))
         plgpu.copy_gmem_to_smem(
-            self.x.at[pl.ds(tile.row, height), pl.ds(column, K_STEP)],
+            self.x.at[pl.ds(row, height), pl.ds(column, K_STEP)],
             self.stages.x_load.at[stage, block, pl.ds(0, height)],
             self.stages.full.at[stage],
         )

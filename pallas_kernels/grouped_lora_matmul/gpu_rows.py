@@ -318,6 +318,17 @@ def unsorted(place, arrivals) -> Tables:
     return Tables(place, end, Pieces(place, place), None, arrivals=arrivals)
 
 
+def chosen(tokens, choices: int) -> Tables:
+    """Of rows whose experts the kernel that runs them chooses.
+
+    Args:
+      tokens: int32 [T], the slot of each + 1, or -1 where no expert works on it.
+    """
+    # A zero that the compiler knows might be anybody's, and kernels count with it.
+    zero = (jnp.min(tokens) < -1).astype(jnp.int32)
+    return Tables(None, None, None, None, arrivals=jnp.full(tokens.shape[0] * choices, zero))
+
+
 def _route_counted(groups, slots, place, choices):
     """A counting sort: how many rows of each key there are before a row's block, and in it.
 

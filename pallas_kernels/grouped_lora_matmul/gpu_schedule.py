@@ -159,7 +159,13 @@ def product_schedule(
 
 
 def experts_schedules(
-    rows: int, width: int, hidden: int, made_into: int, made_out: int, biased: bool = False
+    rows: int,
+    width: int,
+    hidden: int,
+    made_into: int,
+    made_out: int,
+    biased: bool = False,
+    choice: bool = False,
 ) -> tuple[ProductSchedule, ProductSchedule, int] | None:
     """Those of gate and up, and of down, of rows that are tiles each, with one ring of stages.
 
@@ -167,6 +173,7 @@ def experts_schedules(
       width: features of the gate. hidden: of the result.
       made_into, made_out: ranks of u that the products make.
       biased: whether gate and up have a bias.
+      choice: whether the kernel chooses the experts.
 
     Returns:
       The schedules, and how many rows a block of a stage has; None if too few stages have room, or
@@ -176,8 +183,8 @@ def experts_schedules(
     features = _narrow_gated(width, rows, made_into)
     if not _makes_all_of_h(width, features):
         return None
-    # Of each product the words of its tiles and two buffers; u; a bias.
-    free = SHARED_MEMORY - (7 + biased) * ARRAY
+    # Of each product the words of its tiles and two buffers; u; a bias; words and scores of rows.
+    free = SHARED_MEMORY - (7 + biased + 2 * choice) * ARRAY
     for depth in (DEPTH, DEPTH // 2):
         ring_rows = max(
             block_rows(2 * features, features, made_into, depth),

@@ -50,7 +50,8 @@ class TileFeed:
 
     Args:
       count: how many it has; those from there on are the first ones again.
-      words: the table, or each row's place where every row is a tile; None of equal groups.
+      words: the table, or each row's place where every row is a tile, which may be in shared
+        memory; None of equal groups.
       places, run_ends: those of all rows; None without adapters.
       in_memory: int32 [TILES, words of a tile] in shared memory. full, empty: its barriers.
       bias: that of all groups, [groups of all layers, N]. bias_in_memory: [TILES, features of a
@@ -147,13 +148,14 @@ class TileFeed:
         count = self.schedule.heights[-1] + TILE_WORDS
         copies = []
         if self.layout.single_rows:
-            copies.append((self.words, first, count, self.layout.place))
-        elif not self.layout.equal:
-            copies.append((self.words, number * TILE_WORDS, TILE_WORDS, 0))
-        if self.layout.terms:
-            if not self.layout.single_rows:
+            if not self.layout.chosen:
+                copies.append((self.words, first, count, self.layout.place))
+        else:
+            if not self.layout.equal:
+                copies.append((self.words, number * TILE_WORDS, TILE_WORDS, 0))
+            if self.layout.terms:
                 copies.append((self.places, first, count, self.layout.place))
-            copies.append((self.run_ends, first, count, self.layout.run_end))
+                copies.append((self.run_ends, first, count, self.layout.run_end))
         for source, first, count, destination in copies:
             plgpu.copy_gmem_to_smem(
                 source.at[pl.ds(first, count)],
@@ -195,7 +197,8 @@ class TileFeed:
         if self.layout.equal:
             words = self.equal_tile(tile)
         elif self.layout.single_rows:
-            place = self.in_memory[slot, self.word_of(self.layout.place, tile)]
+            word = slot, self.word_of(self.layout.place, tile)
+            place = self.words[tile] if self.layout.chosen else self.in_memory[word]
             words = tile, jnp.int32(1), group_of(place)
         else:
             words = [self.in_memory[slot, word] for word in range(3)]
@@ -220,12 +223,15 @@ class TileFeed:
 
     def only_slot(self, tile: Tile):
         """The slot of all the tile's rows; -1 if they have several, or none."""
+        if self.layout.single_rows:
+            return slot_of(tile.place)
         slot, end = self.run_at(tile, 0)
         return jnp.where(end >= tile.rows, slot, -1)
 
     def wait(self, tile: Tile):
         """For the memory warpgroup, which reads the runs too."""
-        plgpu.barrier_wait(self.full.at[tile.slot])
+        if self.layout.word_copies():
+            plgpu.barrier_wait(self.full.at[tile.slot])
 
     def release(self, tile: Tile):
         if self.layout.word_copies():

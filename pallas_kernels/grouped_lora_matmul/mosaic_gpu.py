@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_lora_matmul import gpu_dispatch, gpu_rows, gpu_spread
-from pallas_kernels.grouped_lora_matmul.gpu_experts import Product, Shrink, experts_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_experts import Logits, Product, Shrink, experts_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import RANKS, Inner, Unmade
@@ -39,9 +39,11 @@ from pallas_kernels.grouped_lora_matmul.gpu_spread_shrink import spread_and_shri
 from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
 from pallas_kernels.hopper.machine import runs_all_programs_at_once
 from pallas_kernels.routing_plan.api import local_groups
+from pallas_kernels.top_experts import mosaic_gpu as top_experts
 
 READS_LAYERS = True
 EXPERTS_AT_ONCE = gpu_rows.FEW_ROWS
+ROUTED_AT_ONCE = gpu_rows.UNSORTED_ROWS
 MAX_RANK = 128
 MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
 
@@ -149,17 +151,36 @@ def experts(x, gate_up, bias, down, tables: Tables, into, out, gate):
     None for more rows, for adapters that share the factors which are multiplied once for each
     token, and for ranks that do not fit beside W, or for rank classes of very few rows.
     """
-    can_wait = tables.arrivals is not None and runs_all_programs_at_once()
-    if bool(into) != bool(out) or not can_wait:
-        return None
-    rows_share = [term.pair.a for term in into] + [term.pair.b for term in out]
-    if any(factor.shape[1] < gate_up.shape[0] for factor in rows_share):
+    if tables.arrivals is None or not _has_one_kernel(gate_up, into, out):
         return None
     arguments = x, gate_up, bias, down, tables, into, out, gate
     return (_experts_of_rows if tables.rows_alone else _experts_of_tiles)(*arguments)
 
 
-def _experts_of_rows(x, gate_up, bias, down, tables: Tables, into, out, gate):
+def routed_experts(x, logits, tokens, correction, choice, gate_up, bias, down, into, out, gate):
+    """Choice, gate, up and down of very few rows, in one kernel; see `differentiable.py`.
+
+    None as of `experts`, and where the choice has no kernel for Hopper.
+    """
+    try:
+        top_experts.check(logits, choice.top_k)
+    except NotImplementedError:
+        return None
+    if not _has_one_kernel(gate_up, into, out):
+        return None
+    chosen_by = Logits(logits, tokens, correction, *choice)
+    tables = gpu_rows.chosen(tokens, choice.top_k)
+    return _experts_of_rows(x, gate_up, bias, down, tables, into, out, gate, chosen_by)
+
+
+def _has_one_kernel(gate_up, into, out) -> bool:
+    """Whether one kernel may have experts with these adapters, on this GPU."""
+    rows_share = [term.pair.a for term in into] + [term.pair.b for term in out]
+    alone = all(factor.shape[1] == gate_up.shape[0] for factor in rows_share)
+    return alone and bool(into) == bool(out) and runs_all_programs_at_once()
+
+
+def _experts_of_rows(x, gate_up, bias, down, tables: Tables, into, out, gate, chosen_by=None):
     """Rows that are a tile each: products make u of them."""
     if any(term.first for term in (*into, *out)):
         return None
@@ -174,13 +195,14 @@ def _experts_of_rows(x, gate_up, bias, down, tables: Tables, into, out, gate):
         made[number] = Inner(unmade, starts[number], widths, number == 0).used
     if max(made) > RANKS:
         return None
-    found = experts_schedules(x.shape[0], width, hidden, *made, bias is not None)
+    rows = x.shape[0] * (chosen_by.top_k if chosen_by else 1)
+    found = experts_schedules(rows, width, hidden, *made, bias is not None, chosen_by is not None)
     if found is None:
         return None
     *schedules, ring_rows = found
     firsts = [(0,) * len(its) for its in starts]
     products = map(Product, (gate_up, down), terms, starts, firsts, schedules, (bias, None))
-    return experts_kernel(tables, x, *products, gate, ring_rows)
+    return experts_kernel(tables, x, *products, gate, ring_rows, chosen_by=chosen_by)
 
 
 def _experts_of_tiles(x, gate_up, bias, down, tables: Tables, into, out, gate):

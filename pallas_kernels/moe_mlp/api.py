@@ -84,17 +84,8 @@ def moe_mlp(
             f"[{x.shape[0]}, choices]"
         )
     parts, into = (twice // 2, twice // 2), (lora_gate, lora_up)
-    rows = experts.size
-    wide = jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype)
-    narrow = jax.ShapeDtypeStruct((rows, twice // 2), x.dtype)
-    slots = jax.ShapeDtypeStruct((rows,), token_slots.dtype)
-    sizes = jax.ShapeDtypeStruct((count,), experts.dtype)
-    calls = (wide, gate_up, into, parts), (narrow, down, (lora_down,), (down.shape[1],))
-    for rows, w, lora, widths in calls:
-        check_call(rows, w, sizes, slots, lora, widths)
-    check_slots((*into, lora_down), "lora_gate, lora_up and lora_down")
-    check_bias("gate_up_bias", gate_up_bias, x, gate_up)
-    backend = _common_backend(implementation, calls)
+    of_layer = gate_up, gate_up_bias, down, into, lora_down
+    backend = backend_of(implementation, x, experts, token_slots, *of_layer)
     weights_of_layer = gate_up, gate_up_bias, down, into, lora_down
     gate_up, gate_up_bias, down, into, lora_down = in_backend_form(backend, weights_of_layer)
     slots = max(sum(slot_counts(entry)) for entry in (*into, lora_down))
@@ -113,8 +104,28 @@ def moe_mlp(
     return experts_of(backend, parts, gate or Gate(), *products)
 
 
-def _common_backend(implementation, calls) -> ModuleType:
-    """One backend for the whole layer: its products share their tables."""
+def backend_of(
+    implementation, x, experts, token_slots, gate_up, gate_up_bias, down, into, lora_down
+) -> ModuleType:
+    """What serves a layer: one backend for all of it, as its products share their tables.
+
+    Args:
+      experts: array, or shape and dtype, [T, choices]. into: the adapters of gate and of up.
+
+    Raises:
+      See `moe_mlp`.
+    """
+    (count, twice, _), rows = gate_up.shape, experts.size
+    wide = jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype)
+    narrow = jax.ShapeDtypeStruct((rows, twice // 2), x.dtype)
+    slots = jax.ShapeDtypeStruct((rows,), token_slots.dtype)
+    sizes = jax.ShapeDtypeStruct((count,), experts.dtype)
+    parts = twice // 2, twice // 2
+    calls = (wide, gate_up, into, parts), (narrow, down, (lora_down,), (down.shape[1],))
+    for rows, w, lora, widths in calls:
+        check_call(rows, w, sizes, slots, lora, widths)
+    check_slots((*into, lora_down), "lora_gate, lora_up and lora_down")
+    check_bias("gate_up_bias", gate_up_bias, x, gate_up)
     backends = [choose_backend(implementation, *call) for call in calls]
     return backends[0] if backends[0] is backends[1] else choose_backend("xla", *calls[0])
 

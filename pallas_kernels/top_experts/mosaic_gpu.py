@@ -69,7 +69,7 @@ def top_experts(logits, bias, top_k: int, scoring: Scoring):
 def _body(top_k: int, scoring: Scoring, logits, *refs):
     *biases, experts_out, weights_out, scores = refs
     token = lax.axis_index("token")
-    bias = _load(biases[0]) if biases else None
+    bias = load_numbers(biases[0]) if biases else None
     wait_for_kernels_before(logits.shape[0])
     choose = Choice(logits.at[token], bias, top_k, scoring)
 
@@ -96,7 +96,7 @@ class Choice:
 
     def __init__(self, logits, bias, top_k: int, scoring: Scoring):
         self.top_k, self.scoring, self.biased = top_k, scoring, bias is not None
-        self.logits = _load(logits)
+        self.logits = load_numbers(logits)
         ordered = _ordered(self.logits)
         # What softmax takes of each: the highest, whose score is 1 before anything is divided.
         self.highest = None if scoring.sigmoid else _number(jnp.max(ordered))
@@ -156,7 +156,7 @@ class Choice:
         return (key, from_last), from_last, _as_float(_flipped(key) & UPPER_HALF)
 
 
-def _load(ref):
+def load_numbers(ref):
     """Numbers [E] in float32."""
     layout = layout_of(ref.shape[0])
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)

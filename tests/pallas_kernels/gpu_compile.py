@@ -44,6 +44,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         paged_latent_attention,
         rms_norm,
         rotate_and_cache,
+        routed_mlp,
         top_experts,
     )
     from pallas_kernels.grouped_lora_matmul import mosaic_gpu
@@ -186,6 +187,20 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     pairs = pair(hidden, wide), pair(hidden, wide), pair(wide, hidden)
     arguments = array(shape.top_k, hidden), *weights, few_rows, *pairs
     yield "experts of one token", experts, arguments
+
+    def routed(x, logits, gate_up, bias, down, *pairs):
+        lora = [Lora(*pair) for pair in pairs]
+        choice = dict(top_k=shape.top_k, scoring=Scoring())
+        where = dict(gate=shape.gate, implementation="mosaic_gpu", gate_up_bias=bias)
+        token_slots = jnp.zeros(x.shape[0], jnp.int32)
+        return routed_mlp(x, logits, token_slots, gate_up, down, *lora, **choice, **where)
+
+    # The choice is of whole 32 experts.
+    if groups % 32 == 0:
+        token = array(1, hidden), array(1, groups, dtype=jnp.float32)
+        yield "routed experts of one token", routed, (*token, *weights, *pairs)
+        token = array(1, hidden), array(1, groups)
+        yield "routed experts without adapters", routed, (*token, *weights)
     few = min(tokens, FEW)
     arguments = array(few * shape.top_k, hidden), *weights, tables_of(few)
     yield "experts of few tokens without adapters", experts, arguments
@@ -352,7 +367,6 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     def choice(logits):
         return top_experts(logits, None, shape.top_k, Scoring(), implementation="mosaic_gpu")
 
-    # The choice is of whole 32 experts.
     counted = -(-groups // 32) * 32
     yield "choice", choice, (array(tokens, counted, dtype=jnp.float32),)
     yield "choice of bfloat16", choice, (array(tokens, counted),)

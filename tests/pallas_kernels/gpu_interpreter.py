@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from pallas_kernels import implementation
 from pallas_kernels.grouped_lora_matmul import gpu_outer, gpu_rows, gpu_spread
 from pallas_kernels.grouped_lora_matmul.gate import gated
-from pallas_kernels.grouped_lora_matmul.gpu_experts import Product, Shrink, experts_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_experts import Logits, Product, Shrink, experts_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
@@ -295,8 +295,11 @@ class InnerCase(ProductCase):
         return np.asarray(gated(left, right, self.gate), np.float64)
 
 
-def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, width):
-    """Both products in one kernel, whose one program has tiles of `width` features of the gate."""
+def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, width, by=None):
+    """Both products in one kernel, whose one program has tiles of `width` features of the gate.
+
+    It chooses the experts too if they are chosen by some `Logits`.
+    """
     tables = into.tables(group, row_slots)
 
     def product(case, w, a, b, scalings):
@@ -312,23 +315,28 @@ def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, wid
     products = product(into, *call[1:]), product(out, *of_out[1:])
     n, hidden = into.n // 2, out.n
     ranks = (its[-1] for its in products)
-    *schedules, ring_rows = experts_schedules(into.rows, n, hidden, *ranks, into.biased)
+    sizes = into.rows, n, hidden, *ranks, into.biased, by is not None
+    *schedules, ring_rows = experts_schedules(*sizes)
     cut = dict(programs=1, stages=3)
     schedules = [dataclasses.replace(its, **cut) for its in schedules]
     schedules[0] = dataclasses.replace(schedules[0], width=width)
     ring_rows = max(ring_rows, 2 * width + 64)
 
     @jax.jit
-    def run(tables, x, arrays):
+    def run(tables, x, arrays, of_choice):
         both = (
             Product(w, terms, starts, (0,) * len(starts), schedule, bias)
             for (w, terms, bias), (_, starts, _), schedule in zip(
                 arrays, products, schedules, strict=True
             )
         )
-        return experts_kernel(tables, x, *both, into.gate, ring_rows, interpreted=True)
+        chosen_by = by and Logits(*of_choice, *by[3:])
+        known = ring_rows, None, chosen_by
+        return experts_kernel(tables, x, *both, into.gate, *known, interpreted=True)
 
-    return interpret(run, tables, call[0], [its[0] for its in products])
+    if by:
+        tables = gpu_rows.chosen(by.tokens, by.top_k)
+    return interpret(run, tables, call[0], [its[0] for its in products], by and by[:3])
 
 
 def experts_of_tiles(into: ProductCase, out: InnerCase, batch, seed=0):

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import Scoring, top_experts
 from pallas_kernels.grouped_lora_matmul import gpu_rows, gpu_unsorted
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import tile_height
@@ -246,6 +247,34 @@ def test_experts_in_one_kernel(name):
     found = gpu_interpreter.experts(into, out, group, slots, call, of_out, width)
     h = into.of_rows(*call, group, slots).astype(jnp.bfloat16)
     assert_close(found, out.of_rows(h, *of_out[1:], group, slots))
+
+
+@pytest.mark.parametrize(
+    "dtype, corrected, adapted", [("bfloat16", False, True), ("float32", True, False)]
+)
+def test_experts_that_their_kernel_chooses(dtype, corrected, adapted):
+    """Of two tokens, one of which is padding: no expert works on it."""
+    tokens, top_k, count, scoring = 2, 3, 32, Scoring(scale=1.5)
+    rows, terms = tokens * top_k, (Term(0, 128, 8), Term(128, 128, 24)) * adapted
+    into = InnerCase(rows, 320, 256, terms, gate=Gate(), groups=count, layered=adapted)
+    of_down = (Term(0, 192, 16),) * adapted
+    out = InnerCase(rows, 128, 192, of_down, groups=count, layered=adapted)
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((tokens, count)).astype(dtype)
+    correction = rng.uniform(0, 1, count).astype(np.float32) if corrected else None
+    chosen, weights = map(np.asarray, top_experts(logits, correction, top_k, scoring))
+    words = np.array([2 * adapted, -1], np.int32)  # slot 1, or none
+    valid, slots = np.repeat(words >= 0, top_k), np.repeat(np.maximum(words, 0) - 1, top_k)
+    group = np.where(valid, chosen.reshape(-1), count)
+    call, of_out = into.arguments_of(group, slots), out.arguments_of(group, slots, seed=1)
+    call[0][:] = np.repeat(call[0][::top_k], top_k, axis=0)
+    of_tokens = call[0][::top_k], *call[1:]
+    by = gpu_experts.Logits(logits, words, correction, top_k, scoring)
+    found, *choice = gpu_interpreter.experts(into, out, group, slots, of_tokens, of_out, 48, by)
+    h = into.of_rows(*call, group, slots).astype(jnp.bfloat16)
+    assert_close(found, out.of_rows(h, *of_out[1:], group, slots))
+    np.testing.assert_array_equal(choice[0], chosen)
+    np.testing.assert_allclose(choice[1], weights, rtol=2e-6)
 
 
 TILES = {
