@@ -8,6 +8,7 @@ This package depends on JAX alone.
 from pallas_kernels.grouped_lora_matmul.api import grouped_lora_matmul, lora_matmul
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots
+from pallas_kernels.grouped_lora_matmul.normed import normed_lora_matmul
 from pallas_kernels.head_rotation.api import rotate, rotate_and_cache
 from pallas_kernels.latent_attention.api import KvB, latent_attention
 from pallas_kernels.latent_rotation.api import ColumnsOf, rotate_and_cache_latents
@@ -42,6 +43,7 @@ __all__ = [
     "log_sum_exp",
     "lora_matmul",
     "moe_mlp",
+    "normed_lora_matmul",
     "paged_attention",
     "paged_latent_attention",
     "rms_norm",

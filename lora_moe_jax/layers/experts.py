@@ -13,6 +13,7 @@ from lora_moe_jax.layers.adapter_slots import adapter_slots, lora_of
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.choice_bias import bias_of_choices
 from lora_moe_jax.layers.mlp import Mlp
+from lora_moe_jax.layers.norm import Unnormed
 from lora_moe_jax.layers.router import Router
 from pallas_kernels import Gate, moe_mlp, routed_mlp
 from pallas_kernels.rounded import added, rounded
@@ -137,7 +138,19 @@ class MoeMlp(nnx.Module):
         valid: Bool[Array, " tokens"] | None,
     ) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens choices"]]:
         """y, and the experts of each token, the one it likes best first."""
-        logits = self.gate.logits(x, token_slots)
+        return self._of_logits(x, self.gate.logits(x, token_slots), token_slots, valid)
+
+    def of_unnormed(
+        self,
+        rows: Unnormed,
+        token_slots: Int[Array, " tokens"],
+        valid: Bool[Array, " tokens"] | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The rows' sum, and y and experts of that normed."""
+        total, x, logits = self.gate.of_unnormed(rows, token_slots)
+        return total, *self._of_logits(x, logits, token_slots, valid)
+
+    def _of_logits(self, x, logits, token_slots, valid):
         if self.expert_axis is None and self.gate.config.group_score == "none":
             of_tokens = self.gate, token_slots, valid
             routed, experts, weights = self.experts.chosen(x, logits, *of_tokens)

@@ -12,6 +12,7 @@ from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.layers.adapter_slots import adapter_slots, lora_of
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.checkpoint_layout import Concatenated, ZerosElsewhere
+from lora_moe_jax.layers.norm import Unnormed
 from pallas_kernels import lora_matmul
 
 
@@ -50,15 +51,28 @@ class Linear(nnx.Module):
         out_dtype: jax.typing.DTypeLike | None = None,
     ) -> Float[Array, "tokens out"]:
         """`out_dtype`: see `lora_matmul`."""
-        lora, bias = (lora_of(self.slots),), self.bias
-        # Of a sum over devices the bias is a part once.
-        of_product = None if bias is None or self.sum_over else bias[...]
-        weight = self.weight[...]
-        y = lora_matmul(x, weight, token_slots, lora, bias=of_product, out_dtype=out_dtype)
+        y = lora_matmul(x, *self._weights(token_slots), **self._options(out_dtype))
         if not self.sum_over:
             return y
         y = self.axes.sum(y, self.sum_over)
-        return y if bias is None else y + bias[...]
+        return y if self.bias is None else y + self.bias[...]
+
+    def of_unnormed(
+        self,
+        rows: Unnormed,
+        token_slots: Int[Array, " tokens"],
+        out_dtype: jax.typing.DTypeLike | None = None,
+    ) -> tuple[jax.Array, jax.Array, Float[Array, "tokens out"]]:
+        """The rows' sum, that normed, and y of it, on a device that has all of their columns."""
+        return rows.product(*self._weights(token_slots), **self._options(out_dtype))
+
+    def _weights(self, token_slots) -> tuple:
+        return self.weight[...], token_slots, (lora_of(self.slots),)
+
+    def _options(self, out_dtype) -> dict:
+        # Of a sum over devices the bias is a part once.
+        apart = self.bias is None or self.sum_over
+        return dict(bias=None if apart else self.bias[...], out_dtype=out_dtype)
 
 
 class Part(NamedTuple):
@@ -115,9 +129,12 @@ class FusedLinear(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "tokens in"], token_slots: Int[Array, " tokens"]
+        self, x: Float[Array, "tokens in"] | Unnormed, token_slots: Int[Array, " tokens"]
     ) -> Float[Array, "tokens out"]:
         """All parts in one array, one after the other."""
         lora = tuple(lora_of(slots) for slots in self.slots)
-        bias = None if self.bias is None else self.bias[...]
-        return lora_matmul(x, self.weight[...], token_slots, lora, parts=self.widths, bias=bias)
+        weights = self.weight[...], token_slots, lora
+        options = dict(parts=self.widths, bias=None if self.bias is None else self.bias[...])
+        if isinstance(x, Unnormed):
+            return x.product(*weights, **options)[-1]
+        return lora_matmul(x, *weights, **options)

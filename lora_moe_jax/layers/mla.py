@@ -21,7 +21,7 @@ from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.cache import LayerCache
 from lora_moe_jax.layers.lanes import whole_lanes
 from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
-from lora_moe_jax.layers.norm import RmsNorm
+from lora_moe_jax.layers.norm import RmsNorm, Unnormed
 from lora_moe_jax.layers.rope import cos_sin, mla_softmax_scale
 from pallas_kernels import ColumnsOf, KvB, Lora, latent_attention, rotate_and_cache_latents
 
@@ -75,7 +75,7 @@ class LatentAttention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "tokens hidden"],
+        x: Float[Array, "tokens hidden"] | Unnormed,
         positions: Int[Array, " tokens"],
         token_slots: Int[Array, " tokens"],
         cache: LayerCache,

@@ -10,6 +10,7 @@ from lora_moe_jax.layers.adapter_slots import adapter_slots, lora_of
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.checkpoint_layout import Stacked
 from lora_moe_jax.layers.linear import Linear
+from lora_moe_jax.layers.norm import Unnormed
 from pallas_kernels import Gate, lora_matmul
 
 
@@ -33,14 +34,21 @@ class Mlp(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], token_slots: Int[Array, " tokens"]
     ) -> Float[Array, "tokens hidden"]:
+        weights, options = self._gate_up(token_slots)
+        return self.down_proj(lora_matmul(x, *weights, **options), token_slots)
+
+    def of_unnormed(
+        self, rows: Unnormed, token_slots: Int[Array, " tokens"]
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+        """The rows' sum, and the MLP of that normed."""
+        weights, options = self._gate_up(token_slots)
+        total, _, hidden = rows.product(*weights, **options)
+        return total, self.down_proj(hidden, token_slots)
+
+    def _gate_up(self, token_slots) -> tuple[tuple, dict]:
+        """Arguments of `lora_matmul`, by place and by name."""
         weight = self.gate_up[...]
         width = weight.shape[1]
-        hidden = lora_matmul(
-            x,
-            weight.reshape(2 * width, -1),
-            token_slots,
-            (lora_of(self.gate_slots), lora_of(self.up_slots)),
-            parts=(width, width),
-            gate=Gate(),
-        )
-        return self.down_proj(hidden, token_slots)
+        lora = lora_of(self.gate_slots), lora_of(self.up_slots)
+        weights = weight.reshape(2 * width, -1), token_slots, lora
+        return weights, dict(parts=(width, width), gate=Gate())

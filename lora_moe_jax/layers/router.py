@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from lora_moe_jax.config.model import MoeConfig
 from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.linear import Linear
+from lora_moe_jax.layers.norm import Unnormed
 from pallas_kernels import Scoring, top_experts
 from pallas_kernels.top_experts.xla import score, weights_of
 
@@ -40,8 +41,18 @@ class Router(nnx.Module):
     def logits(
         self, x: Float[Array, "tokens hidden"], token_slots: Int[Array, " tokens"]
     ) -> Float[Array, "tokens experts"]:
-        # Products of bfloat16 are exact in float32, where they are summed: x stays as it is.
-        return self.proj(x, token_slots, jnp.float32 if self.config.router_float32 else None)
+        return self.proj(x, token_slots, self._dtype)
+
+    def of_unnormed(
+        self, rows: Unnormed, token_slots: Int[Array, " tokens"]
+    ) -> tuple[jax.Array, jax.Array, Float[Array, "tokens experts"]]:
+        """The rows' sum, that normed, and logits of it."""
+        return self.proj.of_unnormed(rows, token_slots, self._dtype)
+
+    @property
+    def _dtype(self):
+        """Products of bfloat16 are exact in float32, where they are summed: x stays as it is."""
+        return jnp.float32 if self.config.router_float32 else None
 
     @property
     def correction(self) -> jax.Array | None:

@@ -14,7 +14,7 @@ from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.cache import LayerCache
 from lora_moe_jax.layers.embedding import Embedding, OutputHead
 from lora_moe_jax.layers.experts import MoeMlp
-from lora_moe_jax.layers.norm import RmsNorm
+from lora_moe_jax.layers.norm import RmsNorm, Unnormed
 from lora_moe_jax.models.layer_loop import loop, loops
 from lora_moe_jax.models.shared_layers import SharedLayers
 
@@ -38,14 +38,14 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache, Int[Array, "tokens choices"] | None]:
         """x, the cache with the tokens added, and the experts they went to if there are any."""
         view = cache.view
-        attended, cache = self.self_attn(
-            self.input_layernorm(x), view.positions, token_slots, cache
-        )
-        x, normed = self.post_attention_layernorm.of_sum(x, attended)
+        rows = Unnormed(x, None, self.input_layernorm)
+        attended, cache = self.self_attn(rows, view.positions, token_slots, cache)
+        rows = Unnormed(x, attended, self.post_attention_layernorm)
         if isinstance(self.mlp, MoeMlp):
-            y, experts = self.mlp.routed(normed, token_slots, view.request >= 0)
+            x, y, experts = self.mlp.of_unnormed(rows, token_slots, view.request >= 0)
             return x + y, cache, experts
-        return x + self.mlp(normed, token_slots), cache, None
+        x, y = self.mlp.of_unnormed(rows, token_slots)
+        return x + y, cache, None
 
 
 class Decoder(nnx.Module):

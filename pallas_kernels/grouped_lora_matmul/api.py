@@ -92,6 +92,25 @@ def grouped_lora_matmul(
         gate.
       NotImplementedError: an implementation that does not exist or cannot serve these shapes.
     """
+    arguments = x, w, group_sizes, row_slots, lora, parts, bias, gate, out_dtype, implementation
+    backend, parts, lora, out_dtype = checked(*arguments)
+    if row_slots is None:
+        row_slots = jnp.full(x.shape[0], -1, jnp.int32)
+    w, bias, lora = in_backend_form(backend, (w, bias, lora))
+    tables = backend.tables(group_sizes, jnp.asarray(row_slots), w.shape[0])
+    return differentiable.grouped_lora_matmul(
+        backend, parts, gate, out_dtype, x, w, bias, tables, lora, None
+    )
+
+
+def checked(
+    x, w, group_sizes, row_slots, lora, parts, bias, gate, out_dtype, implementation
+) -> tuple[ModuleType, tuple[int, ...], tuple[Slots | None, ...], np.dtype | None]:
+    """The backend of a call, and its parts, lora and out_dtype in full.
+
+    Raises:
+      See `grouped_lora_matmul`.
+    """
     parts = parts or (w.shape[1],)
     lora = tuple(lora) or (None,) * len(parts)
     check_call(x, w, group_sizes, row_slots, lora, parts)
@@ -102,14 +121,7 @@ def grouped_lora_matmul(
     if gate is not None and len(parts) == 2 and parts[0] != parts[1]:
         raise ValueError(f"gate and up must have equal widths, got {parts=}")
     out_dtype = _result_dtype(out_dtype, gate)
-    backend = choose_backend(implementation, x, w, lora, parts, out_dtype)
-    if row_slots is None:
-        row_slots = jnp.full(x.shape[0], -1, jnp.int32)
-    w, bias, lora = in_backend_form(backend, (w, bias, lora))
-    tables = backend.tables(group_sizes, jnp.asarray(row_slots), w.shape[0])
-    return differentiable.grouped_lora_matmul(
-        backend, parts, gate, out_dtype, x, w, bias, tables, lora, None
-    )
+    return choose_backend(implementation, x, w, lora, parts, out_dtype), parts, lora, out_dtype
 
 
 def _result_dtype(out_dtype, gate: Gate | None) -> np.dtype | None:

@@ -34,6 +34,12 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
     shrink_for_product(x, tables, factors, starts, scalings, firsts) -> u of each term
         The same for a u that goes into one `product` with this x, and nowhere else: where that
         product makes u itself, this is what it makes it of. Here all terms are of all of x.
+    NORMED_ROWS
+        So many rows `normed_product` may take. 0: there is none.
+    normed_product(x, more, weight, eps, w, tables, terms, *, gate=None, out_dtype=None, bias=None)
+            -> y, the sum if there is more, the normed x; or None
+        A product, and before it `rms_norm` of x, or `add_norm` of x and more, in one kernel.
+        None: not of these. Bits are those of the norm and of a product with `shrink_for_product`.
     EXPERTS_AT_ONCE
         So many rows of a MoE layer `experts` may take. 0: there is none.
     experts(x, gate_up, bias, down, tables, into, out, gate) -> [M, H], or None

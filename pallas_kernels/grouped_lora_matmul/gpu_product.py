@@ -46,6 +46,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import InPlace, is_
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Unmade
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
 from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
+from pallas_kernels.grouped_lora_matmul.gpu_product_normed import Norm, make_row
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
@@ -92,6 +93,7 @@ def product_kernel(
     out_dtype: np.dtype,
     *,
     bias=None,
+    norm: Norm | None = None,
     interpreted: bool = False,
 ):
     """Runs the kernel over the tiles of the table.
@@ -103,18 +105,22 @@ def product_kernel(
         are class by class.
       out_dtype: x's, or float32 where there is no gate.
       bias: [G, N] in x's dtype, or None; it may be `Layered`.
+      norm: what x, the only row, is made of; x is its shape then.
       interpreted: for the interpreter, which knows no layouts.
 
     Returns:
-      [M, N] in out_dtype, or [M, N / 2] when gated.
+      [M, N] in out_dtype, or [M, N / 2] when gated; of a norm the sum, if there is one, and the
+      normed x follow.
     """
     lora = terms, starts, firsts, schedule
     static = contract, gate, tables, interpreted, out_dtype
-    layout = ProductLayout(x, w, *lora, *static, bias=bias)
+    layout = ProductLayout(x, w, *lora, *static, bias=bias, norm=norm)
     columns = whole_lines(layout.width, schedule.width)
     out_type = [jax.ShapeDtypeStruct((x.shape[0], columns), out_dtype)]
     if layout.beside:
         out_type.append(jax.ShapeDtypeStruct((x.shape[0], layout.beside.columns), x.dtype))
+    if norm:
+        out_type += [jax.ShapeDtypeStruct(x.shape, x.dtype)] * len(norm.parts)
     kernel = kept_kernel(
         functools.partial(_body, layout),
         out_type=out_type,
@@ -127,7 +133,8 @@ def product_kernel(
             approx_math=gate is None,
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            reduction_scratch_bytes=0,  # no sum crosses warps
+            # No sum crosses warps, but that of a norm.
+            **({} if norm else dict(reduction_scratch_bytes=0)),
         ),
         kernel_name=layout.name(),
     )
@@ -135,11 +142,13 @@ def product_kernel(
     if terms is not None:
         rows = tables.place, tables.run_end, *layout.distinct_u(terms)
         of_adapters = terms.of_adapters
-    layers = layer_operands(w, bias, *of_adapters)
+    layers = layer_operands(w, bias, norm and norm.weight, *of_adapters)
     base, factors = operands_of(layout, w, bias, terms)
     tiles = (tables.place,) if tables.rows_alone else tables.tiles or ()
-    y, *_ = kernel(*layers, *tiles, x, *base, *rows, *factors)
-    return y[:, : layout.width]
+    x = norm.operands() if norm else x
+    y, *found = kernel(*layers, *tiles, x, *base, *rows, *factors)
+    y = y[:, : layout.width]
+    return (y, *found) if norm else y
 
 
 def operands_of(layout: ProductLayout, w, bias, terms: Terms | None):
@@ -192,7 +201,13 @@ def _body(
     if layout.beside:
         *refs, made = refs
         u = (made,)
-    x, w, *lora, y = refs
+    x, *refs = refs
+    if layout.normed:
+        parts = len(x[0]) - 1  # but for the weight
+        refs, normed = refs[:-parts], refs[-parts:]
+        stores = program == s.programs - 1
+        make_x = functools.partial(make_row, x, layout.norm_eps, stores=stores, results=normed)
+    w, *lora, y = refs
     bias = lora.pop(0) if layout.biased else None
     total = count * layout.feature_tiles
     # Those before the first have a shrink, and no tiles.
@@ -241,6 +256,8 @@ def _body(
         set_registers("increase", 224 if layout.in_place else 232)
         in_place = InPlace(feed, stages, health, judged, warpgroup) if layout.in_place else None
         layer = number_of(layer_refs)
+        if layout.normed:
+            make_x(layer, stages.x_load, interpreted=layout.interpreted)
         consumer = ProductConsumer(feed, stages, lora, layer, out, y, warpgroup, in_place)
 
         consumer.compute_tiles(in_place and in_place.judge, jnp.int32(0))

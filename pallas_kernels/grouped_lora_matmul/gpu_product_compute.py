@@ -111,7 +111,7 @@ class ProductConsumer:
                 stage = self.stages.stage_of(step)
                 plgpu.barrier_wait(self.stages.full.at[stage])
                 for part in range(s.depth):
-                    rows = self.stages.x_tiles.at[stage, part, pl.ds(0, height)].T
+                    rows = self.stages.x_block(stage, k, part, height).T
                     for i, accumulator in enumerate(sums):
                         features = self.stages.w_block(stage, part, self.block_of(i))
                         if layout.contract == 1:

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_classes import RankClass, rank_classes
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import RANKS, Inner
+from pallas_kernels.grouped_lora_matmul.gpu_product_normed import scratch_of
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     CHUNK,
     LINE,
@@ -37,6 +38,7 @@ class ProductLayout:
     Args:
       rows: how many there are, where several have the same row of x.
       chosen: whether the kernel itself makes the rows' words, in shared memory.
+      norm: of what norms x, see `gpu_product_normed`; None if x is there.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class ProductLayout:
         bias=None,
         rows=None,
         chosen=False,
+        norm=None,
     ):
         self.single_rows, self.equal = tables.rows_alone, tables.equal
-        self.chosen = chosen
+        self.chosen, self.norm_eps = chosen, norm and norm.eps
         self.interpreted = interpreted
         self.schedule, self.contract, self.gate, self.starts = schedule, contract, gate, starts
         self.parts = 2 if gate is not None else 1
@@ -82,7 +85,8 @@ class ProductLayout:
         self.biased = bias is not None
         self.biases_of_layer = merged(bias)[1]
         self.slots_of_layer = tuple(merged(factor)[1] for factor in factors)
-        self.layered = any(map(is_layered, (w, bias, *factors, *itertools.chain(*unmade))))
+        weights = w, bias, norm and norm.weight
+        self.layered = any(map(is_layered, (*weights, *factors, *itertools.chain(*unmade))))
         self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
         self.beside = None if terms is None else terms.beside
         self.inner = None
@@ -166,7 +170,7 @@ class ProductLayout:
     def scratch(self):
         s, r = self.schedule, self.rank_step
         b_features = 64 if self.by_rows else s.features
-        x_uses = [two_views((s.stages, s.depth, self.x_rows, 64), self.dtype)]
+        x_stage, x_uses = None, [two_views((s.stages, s.depth, self.x_rows, 64), self.dtype)]
         w_shape = (s.stages, s.depth, self.w_rows // 64, 64, 64)
         whole = (s.stages, s.depth, self.parts, s.features, 64) if self.w_copies == 1 else None
         if self.by_rows:
@@ -185,11 +189,13 @@ class ProductLayout:
         elif self.terms:
             b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
             w_uses.append([plgpu.SMEM(b_shape, self.dtype, transforms=b_tiles)])
+        if self.normed:
+            x_stage = scratch_of(self.k, self.dtype, self.interpreted)
         if self.beside:
             for uses, views in zip((x_uses, w_uses), self.beside.stage_views(), strict=True):
                 uses.append(views)
         scratch = dict(
-            x_stage=overlaid(*x_uses, interpreted=self.interpreted),
+            x_stage=x_stage or overlaid(*x_uses, interpreted=self.interpreted),
             w_stage=overlaid(*w_uses, interpreted=self.interpreted),
             out=plgpu.SMEM(
                 (s.consumers, s.buffers, self.chunk, 64),
@@ -235,6 +241,11 @@ class ProductLayout:
         """
         many_layers = self.equal and self.groups_of_layer > 0 and not self.in_place
         return many_layers and begins_early(self.rows)
+
+    @property
+    def normed(self) -> bool:
+        """Whether the kernel norms x."""
+        return self.norm_eps is not None
 
     @property
     def in_place(self) -> bool:
@@ -298,7 +309,7 @@ class ProductLayout:
 
     def stage_copies(self):
         """What is copied for each block of a stage: x, W, and A where u is made here."""
-        return 1 + self.w_copies + (self.inner.copies if self.inner else 0)
+        return int(not self.normed) + self.w_copies + (self.inner.copies if self.inner else 0)
 
     def out_transforms(self):
         """A line of bfloat16 is one swizzle; there is none that a line of float32 fits into, or of
@@ -402,6 +413,12 @@ class Stages:
             first = self.layout.schedule.width * block
             return self.w_tiles.at[stage, part, pl.ds(first, 64)]
         return self.w_tiles.at[stage, part, block]
+
+    def x_block(self, stage, k, part, height):
+        """A block of the columns of x, of the K step in a stage."""
+        if self.layout.normed:
+            return self.x_tiles.at[k * self.layout.schedule.depth + part]
+        return self.x_tiles.at[stage, part, pl.ds(0, height)]
 
     def a_block(self, stage, part):
         """The ranks of A, after the last rows of W."""

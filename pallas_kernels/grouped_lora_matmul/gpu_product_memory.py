@@ -94,7 +94,8 @@ class ProductMemory:
         Args:
           load_words: brings them, if that has not been done.
         """
-        load_x, load_w = (functools.partial(its, tile) for its in (self.load_x, self.load_w))
+        load_w = functools.partial(self.load_w, tile)
+        load_x = () if self.layout.normed else (functools.partial(self.load_x, tile),)
 
         def load_a(tile):
             if not self.layout.inner:
@@ -104,7 +105,7 @@ class ProductMemory:
         def k_loop(height, first_step):
             load = functools.partial(self.load_steps, height, first_step)
             if self.wait_for_x is None:
-                load(load_w, *load_a(tile), load_x, begin=0, end=tile.k_steps)
+                load(load_w, *load_a(tile), *load_x, begin=0, end=tile.k_steps)
                 return first_step + tile.k_steps
             # Until there is x, all W that stages have room for.
             begin = jnp.where(is_first, jnp.minimum(tile.k_steps, self.schedule.stages), 0)
@@ -113,13 +114,13 @@ class ProductMemory:
                 self.wait_for_x(tile, is_first)
                 load_words()
                 its_a = load_a(self.feed.placed(tile))
-                load(load_x, *its_a, begin=0, end=begin, acquire=False)
+                load(*load_x, *its_a, begin=0, end=begin, acquire=False)
             else:
                 its_a = load_a(tile)
                 load(load_w, *its_a, begin=0, end=begin)
                 self.wait_for_x(tile, is_first)
-                load(load_x, begin=0, end=begin, acquire=False)
-            load(load_w, *its_a, load_x, begin=begin, end=tile.k_steps)
+                load(*load_x, begin=0, end=begin, acquire=False)
+            load(load_w, *its_a, *load_x, begin=begin, end=tile.k_steps)
             return first_step + tile.k_steps
 
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)

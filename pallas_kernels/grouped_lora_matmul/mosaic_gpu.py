@@ -15,6 +15,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_experts import Logits, Product, Shri
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import RANKS, Inner, Unmade
+from pallas_kernels.grouped_lora_matmul.gpu_product_normed import UNIT as NORM_UNIT
+from pallas_kernels.grouped_lora_matmul.gpu_product_normed import Norm, normed_bytes
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BYTES_BESIDE,
@@ -38,12 +40,15 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
 from pallas_kernels.grouped_lora_matmul.gpu_spread_shrink import spread_and_shrink
 from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
 from pallas_kernels.hopper.machine import runs_all_programs_at_once
+from pallas_kernels.layered import is_layered
 from pallas_kernels.routing_plan.api import local_groups
 from pallas_kernels.top_experts import mosaic_gpu as top_experts
 
 READS_LAYERS = True
+NORMED_ROWS = 1
 EXPERTS_AT_ONCE = gpu_rows.FEW_ROWS
 ROUTED_AT_ONCE = gpu_rows.UNSORTED_ROWS
+MOST_BYTES_OF_NORM = 64 * 1024  # of shared memory, for one row: more would be stages less
 MAX_RANK = 128
 MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
 
@@ -119,8 +124,12 @@ def product(
     gate=None,
     out_dtype=None,
     bias=None,
+    norm: Norm | None = None,
 ):
-    """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`."""
+    """y = x·W of each row's group, plus the low-rank terms; see `differentiable.py`.
+
+    With a `norm` what `normed_product` gives.
+    """
     parts = 1 if gate is None else 2
     width = w.shape[3 - contract] // parts
     out_dtype = out_dtype or x.dtype
@@ -134,6 +143,7 @@ def product(
         contract,
         equal=tables.equal,
         biased=bias is not None,
+        beside=normed_bytes(x.shape[1]) if norm else 0,
     )
     terms = None
     if factors:
@@ -141,8 +151,30 @@ def product(
         groups = w.shape[0] if tables.equal else None
         terms, schedule = _terms(x, tables, u, factors, starts, firsts, gate, schedule, groups)
     schedule = schedule()
+    if norm and (schedule.consumers > 1 or (terms and (terms.beside or not terms.unmade))):
+        return None
     lora, static = (terms, tuple(starts), tuple(firsts)), (schedule, contract, gate, out_dtype)
-    return product_kernel(tables, x, w, *lora, *static, bias=bias)
+    return product_kernel(tables, x, w, *lora, *static, bias=bias, norm=norm)
+
+
+def normed_product(
+    x, more, weight, eps: float, w, tables, terms, *, gate=None, out_dtype=None, bias=None
+):
+    """A product of one row, which its kernel norms; see `differentiable.py`.
+
+    None of other rows, of slots of several ranks, and where a row does not fit.
+    """
+    columns = x.shape[1]
+    alone = x.shape[0] == 1 and w.shape[0] == 1 and len({term.first for term in terms}) <= 1
+    served = columns % NORM_UNIT == 0 and normed_bytes(columns) <= MOST_BYTES_OF_NORM
+    if not (alone and served) or is_layered(weight) != is_layered(w):
+        return None
+    a, b, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in Lora._fields)
+    zeros = firsts = (0,) * len(terms)
+    u = shrink_for_product(x, tables, a, zeros, scalings, firsts) if terms else ()
+    of_terms = u, b, tuple(term.start for term in terms), firsts
+    options = dict(contract=2, gate=gate, out_dtype=out_dtype, bias=bias)
+    return product(x, w, tables, *of_terms, **options, norm=Norm(x, more, weight, eps))
 
 
 def experts(x, gate_up, bias, down, tables: Tables, into, out, gate):

@@ -28,7 +28,7 @@ from pallas_kernels.grouped_lora_matmul.tpu_tasks import (
 from pallas_kernels.routing_plan.api import routing_plan
 
 READS_LAYERS = True
-EXPERTS_AT_ONCE = ROUTED_AT_ONCE = 0
+NORMED_ROWS = EXPERTS_AT_ONCE = ROUTED_AT_ONCE = 0
 DTYPES = (jnp.bfloat16, jnp.float32)
 
 

@@ -71,19 +71,32 @@ def _body(eps: float, count: int, *refs):
     """
     parts, weights = refs[:count], refs[count]
     layer, (*sums, normed) = refs[count + 1 : -count], refs[-count:]
-    row, features = lax.axis_index("row"), normed.shape[-1]
-    layout = layout_of_row(features, normed.dtype)
+    row, layout = lax.axis_index("row"), layout_of_row(normed.shape[-1], normed.dtype)
     if count == 1:
         # The first kernel of a layer: its number may come from the kernel before.
         wait_for_kernels_before(normed.shape[0])
     weight = plgpu.load(weights.at[number_of(layer)], layout=layout)
     if count > 1:
         wait_for_kernels_before(normed.shape[0])
-    x, *rest = (plgpu.load(its.at[row], layout=layout) for its in parts)
-    for its in rest:
-        x = (x.astype(jnp.float32) + its.astype(jnp.float32)).astype(x.dtype)
+    x = total_of(*(plgpu.load(its.at[row], layout=layout) for its in parts))
     for its in sums:
         its.at[row][...] = x
+    normed.at[row][...] = scaled(x, scale_of(x, eps), weight)
+
+
+def total_of(x, *more):
+    """The sum of arrays, each rounded."""
+    for its in more:
+        x = (x.astype(jnp.float32) + its.astype(jnp.float32)).astype(x.dtype)
+    return x
+
+
+def scale_of(x, eps: float):
+    """What norms a row, in `layout_of_row`: its bits follow from that."""
     wide = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.sum(wide * wide) / features + eps)
-    normed.at[row][...] = (wide * scale).astype(x.dtype) * weight
+    return lax.rsqrt(jnp.sum(wide * wide) / x.size + eps)
+
+
+def scaled(x, scale, weight):
+    """Some of a row, normed."""
+    return (x.astype(jnp.float32) * scale).astype(x.dtype) * weight

@@ -40,6 +40,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         Scoring,
         add_norm,
         lora_matmul,
+        normed_lora_matmul,
         paged_attention,
         paged_latent_attention,
         rms_norm,
@@ -168,6 +169,25 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         )
         return function, (x, w, its, *others)
 
+    def normed_dense(widths, count, out_dtype, slots):
+        def function(x, more, weight, w, a, b, scalings):
+            lora = tuple(map(Lora, a, b, scalings)) if a else ()
+            options = dict(parts=widths, out_dtype=out_dtype, implementation="mosaic_gpu")
+            where = jnp.zeros(1, jnp.int32), lora
+            return normed_lora_matmul(x, more, weight, 1e-6, w, *where, **options)
+
+        # Of whole 1024 columns, and not so many that they have no room.
+        columns = min(hidden // 1024 * 1024, 4096)
+        a = tuple(array(slots, 1, rank, columns) for _ in widths if slots)
+        b = tuple(array(slots, 1, rank, width) for width in widths if slots)
+        scalings = tuple(array(slots, 1, dtype=jnp.float32) for _ in widths if slots)
+        arrays = jax.tree.map(
+            lambda its: Layered(array(4, *its.shape, dtype=its.dtype), number(), number()),
+            (array(columns), array(sum(widths), columns), a, b, scalings),
+        )
+        rows = array(1, columns), array(1, columns) if count == 2 else None
+        return function, (*rows, *arrays)
+
     of_token = few_rows, shape.top_k, groups
     both = product_of_few(*of_token, hidden, (wide, wide), gate=shape.gate)
     yield "gate_up gated of one token", *with_bias("gate_up", both)
@@ -195,12 +215,10 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         token_slots = jnp.zeros(x.shape[0], jnp.int32)
         return routed_mlp(x, logits, token_slots, gate_up, down, *lora, **choice, **where)
 
-    # The choice is of whole 32 experts.
-    if groups % 32 == 0:
-        token = array(1, hidden), array(1, groups, dtype=jnp.float32)
-        yield "routed experts of one token", routed, (*token, *weights, *pairs)
-        token = array(1, hidden), array(1, groups)
-        yield "routed experts without adapters", routed, (*token, *weights)
+    token = array(1, hidden), array(1, groups, dtype=jnp.float32)
+    yield "routed experts of one token", routed, (*token, *weights, *pairs)
+    token = array(1, hidden), array(1, groups)
+    yield "routed experts without adapters", routed, (*token, *weights)
     few = min(tokens, FEW)
     arguments = array(few * shape.top_k, hidden), *weights, tables_of(few)
     yield "experts of few tokens without adapters", experts, arguments
@@ -211,6 +229,12 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "dense of one token", *dense(1, (4096, 512, 512))
     yield "dense of many tokens", *dense(256, (4096, 512, 512))
     yield "narrow of one token", *dense(1, (2048,))
+    for name, *its in (
+        ("qkv", (4096, 512, 512), 1, None),
+        ("router", (128,), 2, jnp.dtype(jnp.float32)),
+    ):
+        yield f"normed {name} of one token", *normed_dense(*its, slots)
+        yield f"normed {name} without adapters", *normed_dense(*its, 0)
     yield "layered dense of one token", *layered_dense(1, (4096, 512, 512))
     yield "layered narrow of few tokens", *layered_dense(min(tokens, FEW), (2048,))
     yield "narrow float32 of few", *dense(32, (128,), out_dtype=jnp.dtype(jnp.float32))
@@ -367,9 +391,8 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     def choice(logits):
         return top_experts(logits, None, shape.top_k, Scoring(), implementation="mosaic_gpu")
 
-    counted = -(-groups // 32) * 32
-    yield "choice", choice, (array(tokens, counted, dtype=jnp.float32),)
-    yield "choice of bfloat16", choice, (array(tokens, counted),)
+    yield "choice", choice, (array(tokens, groups, dtype=jnp.float32),)
+    yield "choice of bfloat16", choice, (array(tokens, groups),)
 
     yield "outer", *outer(array(rows, hidden), 2, jnp.bfloat16)
     yield "outer of parts", *outer(array(rows, 2 * wide), 2, jnp.bfloat16, 2)

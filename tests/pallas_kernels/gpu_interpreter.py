@@ -24,6 +24,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_experts import Logits, Product, Shri
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, product_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Inner, Unmade
+from pallas_kernels.grouped_lora_matmul.gpu_product_normed import Norm
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     BYTES_BESIDE,
     ProductSchedule,
@@ -44,6 +45,7 @@ from tests.pallas_kernels.cases import in_layers
 from tests.pallas_kernels.product_cases import ProductSizes, Term
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
 
+EPS = 1e-6
 PROGRAMS = 2  # of each kernel: the interpreter runs them after each other
 DEVICE = AbstractMesh(
     (), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=PROGRAMS, platform="gpu")
@@ -211,7 +213,7 @@ class InnerCase(ProductCase):
         schedule = dataclasses.replace(schedule, **cut)
 
         @jax.jit
-        def product(tables, x, w, unmade, factors, bias):
+        def product(tables, x, w, unmade, factors, bias, norm=None):
             inner = Inner(unmade, *self.columns, self.gate is not None)
             assert inner.fits(schedule.features)
             return product_kernel(
@@ -223,6 +225,7 @@ class InnerCase(ProductCase):
                 **(self.static | self.of_terms),
                 out_dtype=jnp.dtype(self.out_dtype),
                 bias=bias,
+                norm=norm and Norm(*norm, EPS),
                 interpreted=True,
             )
 
@@ -243,6 +246,26 @@ class InnerCase(ProductCase):
             arguments = in_layers(arguments)
         found = interpret(self.compiled, tables, x, *arguments, detect_races=self.detect_races)
         return found, self.of_rows(*call, group, row_slots)
+
+    def check_normed(self, slot, more: bool):
+        """Runs it for the one row of a slot, which it norms; (found, expected)."""
+        group, slots = np.zeros(1, np.int32), np.array([slot])
+        x, w, a, b, scalings = self.arguments_of(group, slots)
+        rng = np.random.default_rng(1)
+        added = normal(rng, 1, self.k) if more else None
+        weight = normal(rng, self.k)
+        arguments = w, tuple(map(Unmade, a, scalings)), tuple(b), self.bias("bfloat16")
+        norm = x, added, weight
+        if self.layered:
+            *arguments, weight_of_layer = in_layers((*arguments, weight))
+            norm = x, added, weight_of_layer
+        found = interpret(self.compiled, self.tables(group, slots), x, *arguments, norm)
+        total = x if added is None else (np.float32(x) + np.float32(added)).astype(x.dtype)
+        wide = np.float32(total)
+        scale = 1 / np.sqrt((wide * wide).mean() + EPS)
+        normed = (wide * scale).astype(x.dtype) * weight
+        y = self.of_rows(normed, w, a, b, scalings, group, slots)
+        return found, (y, *([total] if more else []), normed)
 
     def arguments_of(self, group, row_slots, seed=0):
         """x, w, and A, B and the scalings of each term; NaN where no row is of their slot and

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 51
+CALLS = 57
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
@@ -97,7 +97,9 @@ def test_decode():
             16,
             "gate_up gated,gate_up float32,shrink,spread,route,"
             "gate_up gated of classes,shrink of classes,"
-            "gate_up gated of one token,experts of one token,narrow of one token,"
+            "gate_up gated of one token,routed experts of one token,narrow of one token,"
+            "routed experts without adapters,"
+            "normed qkv of one token,normed router of one token,normed router without adapters,"
             "experts of few tokens,"
             "dense of few tokens,narrow of few tokens,"
             "layered dense of one token,layered narrow of few tokens,"

@@ -225,6 +225,17 @@ def test_many_products_that_make_u(name, data, seed):
     check_inner((INNER | SLOW_INNER)[name], data, seed)
 
 
+@pytest.mark.parametrize(
+    "more, layered", [(True, True), pytest.param(False, False, marks=pytest.mark.slow)]
+)
+def test_product_that_norms_its_row(more, layered):
+    sizes = dict(groups=1, equal=True, layered=layered, biased=True)
+    case = InnerCase(1, 1024, 192, (Term(0, 128, 8), Term(128, 64, 24)), **sizes)
+    found, expected = case.check_normed(2, more)
+    for its, other in zip(found, expected, strict=True):
+        assert_close(its, other)
+
+
 EXPERTS = {
     "adapters": (True, 48, False),
     "none": (False, 64, False),
