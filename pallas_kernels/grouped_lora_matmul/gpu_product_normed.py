@@ -1,7 +1,7 @@
 """x of a product of one row, normed by each of its programs.
 
 A norm of one row is a kernel that takes a launch, and less than W takes to come. Here every program
-norms the row for itself, while its first stages are on their way; the first stores it for others.
+norms the row for itself, while its first stages are on their way; one stores it for others.
 
 The tensor cores take tiles of 8 rows, of which this is the first: in one of 64 columns its 128
 bytes are where they would be without a swizzle. What the other rows hold goes to columns of the

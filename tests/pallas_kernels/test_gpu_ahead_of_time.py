@@ -47,11 +47,13 @@ KERNELS = {
     "route": 0,  # Triton's: one for few rows, one for tiles and one for runs of many
     "general product": 0,
 }
-OF_TRITON = "route", "spread and shrink", "general product"  # kernels, or some of them
+# Kernels, or some of them.
+OF_TRITON = "route", "spread and shrink", "general product", "routed experts of one token"
 # u of 64 ranks at most is made by the product of gate and up, or by one shrink.
 KERNELS_OF_MANY_RANKS = KERNELS | {
     "gate_up gated of one token": 2,
     "experts of one token": 0,  # they have kernels of their own
+    "routed experts of one token": 4,
     "dense of few tokens": 3,
     "dense of many tokens": 3,
 }
