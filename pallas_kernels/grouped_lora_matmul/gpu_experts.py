@@ -36,8 +36,9 @@ from pallas_kernels.grouped_lora_matmul.gpu_experts_choice import ChoiceLayout, 
 from pallas_kernels.grouped_lora_matmul.gpu_experts_shrink import ShrinkOfTiles
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, operands_of
 from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
-from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout
 from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
+from pallas_kernels.grouped_lora_matmul.gpu_product_stages import Stages
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns

@@ -44,9 +44,10 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_beside import ShrinkBeside
 from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
 from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import InPlace, is_spoiled
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import Unmade
-from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout
 from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
 from pallas_kernels.grouped_lora_matmul.gpu_product_normed import Norm, make_row
+from pallas_kernels.grouped_lora_matmul.gpu_product_stages import Stages
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Tables
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import TILES, ProductSchedule
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_lora_matmul.gate import gated
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
 from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import InPlace, for_tiles
-from pallas_kernels.grouped_lora_matmul.gpu_product_layout import LoraArrays, Stages
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import LoraArrays
+from pallas_kernels.grouped_lora_matmul.gpu_product_stages import Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 from pallas_kernels.hopper.accumulate import continued
 from pallas_kernels.hopper.store import store_registers, store_rows

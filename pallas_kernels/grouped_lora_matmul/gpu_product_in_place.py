@@ -22,7 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout, Stages
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout
+from pallas_kernels.grouped_lora_matmul.gpu_product_stages import Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 
 LOOKED_AT = 8  # rows of a tile: the fewest that products have

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
 from pallas_kernels.grouped_lora_matmul.gpu_product_beside import ShrinkBeside
 from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import for_tiles
-from pallas_kernels.grouped_lora_matmul.gpu_product_layout import K_STEP, LoraArrays, Stages
+from pallas_kernels.grouped_lora_matmul.gpu_product_layout import K_STEP, LoraArrays
+from pallas_kernels.grouped_lora_matmul.gpu_product_stages import Stages
 from pallas_kernels.grouped_lora_matmul.gpu_rows import slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 
