@@ -96,14 +96,8 @@ def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(
-    "windows",
-    [
-        pytest.param((2, None) * 5, marks=pytest.mark.slow),
-        pytest.param((None, 2, 3) * 3, marks=pytest.mark.slow),
-        (None, None, 2, 2, 2),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [(2, None) * 5, (None, 2, 3) * 3, (None, None, 2, 2, 2)])
 def test_a_loop_of_layers_of_several_windows(windows, request):
     """Those that take turns, and those that do not."""
     config = read_config(GOLDEN / "qwen3/base")

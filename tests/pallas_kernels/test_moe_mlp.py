@@ -255,6 +255,7 @@ def test_two_layers_of_one_routing(tokens, implementation, dtype):
         np.testing.assert_array_equal(found, run(implementation, its))
 
 
+@pytest.mark.slow
 def test_a_decode_step_in_rank_classes(implementation, dtype):
     """Slots of two ranks have the bits of their zeros in one bank; rows of no group are zeros."""
     classes = [RankClass(3, 8), RankClass(2, 32)]

@@ -56,10 +56,8 @@ def test_what_no_adapter_needs_is_a_slot_of_the_bank():
 
 
 # Those in a pack with another, then in one without it, and how many copies packs have had.
-@pytest.mark.parametrize(
-    "names, later, copies",
-    [("0", "41", {2}), pytest.param("0124", "410", {2, 8}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names, later, copies", [("0", "41", {2}), ("0124", "410", {2, 8})])
 def test_a_pack_of_few_slots_of_many(small_pair, names, later, copies):
     """An adapter's bits are those of serving, alone and among more adapters than fit into the few
     copies. Nothing compiles for another mix once there are functions for as many copies."""
