@@ -99,9 +99,7 @@ def test_decode():
             16,
             "gate_up gated,gate_up float32,shrink,spread,route,"
             "gate_up gated of classes,shrink of classes,"
-            "gate_up gated of one token,routed experts of one token,narrow of one token,"
-            "routed experts without adapters,"
-            "normed qkv of one token,normed router of one token,normed router without adapters,"
+            "routed experts of one token,normed qkv of one token,normed router of one token,"
             "experts of few tokens,"
             "dense of few tokens,narrow of few tokens,"
             "layered dense of one token,layered narrow of few tokens,"
