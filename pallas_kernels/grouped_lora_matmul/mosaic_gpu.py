@@ -48,6 +48,7 @@ READS_LAYERS = True
 NORMED_ROWS = 1
 EXPERTS_AT_ONCE = gpu_rows.FEW_ROWS
 ROUTED_AT_ONCE = gpu_rows.UNSORTED_ROWS
+MOST_CHOSEN = 2  # tokens: each program chooses for one after the other
 MOST_BYTES_OF_NORM = 64 * 1024  # of shared memory, for one row: more would be stages less
 MAX_RANK = 128
 MAX_BLOCKS = MAX_RANK // 64  # of one shrink: with more, its ring has no second stage
@@ -192,13 +193,13 @@ def experts(x, gate_up, bias, down, tables: Tables, into, out, gate):
 def routed_experts(x, logits, tokens, correction, choice, gate_up, bias, down, into, out, gate):
     """Choice, gate, up and down of very few rows, in one kernel; see `differentiable.py`.
 
-    None as of `experts`, and where the choice has no kernel for Hopper.
+    None as of `experts`, of more tokens, and where the choice has no kernel for Hopper.
     """
     try:
         top_experts.check(logits, choice.top_k)
     except NotImplementedError:
         return None
-    if not _has_one_kernel(gate_up, into, out):
+    if x.shape[0] > MOST_CHOSEN or not _has_one_kernel(gate_up, into, out):
         return None
     chosen_by = Logits(logits, tokens, correction, *choice)
     tables = gpu_rows.chosen(tokens, choice.top_k)
