@@ -105,10 +105,10 @@ SLOW_PRODUCTS = {
 SHRINKS = {
     "terms apart": ShrinkCase(20, 192, (8, 24), shared=(False, True)),
     "blocks of rows": ShrinkCase(20, 192, (8, 24), shared=(False, True), as_of=300),
-    "columns of their own": ShrinkCase(40, 320, (40, 16), ((0, 128), (128, 192)), as_of=10_000),
     "a layer of several": ShrinkCase(20, 192, (8, 24), shared=(False, True), layered=True),
 }
 SLOW_SHRINKS = {
+    "columns of their own": ShrinkCase(40, 320, (40, 16), ((0, 128), (128, 192)), as_of=10_000),
     "pieces of runs": ShrinkCase(40, 192, (40, 16), as_of=10_000),
     "some columns": ShrinkCase(20, 320, (80,), ((64, 128),)),
     "few rows, columns of their own": ShrinkCase(

@@ -163,7 +163,8 @@ def test_biases_of_gate_and_up(shared, implementation, dtype):
     np.testing.assert_array_equal(run(implementation, call | stacks, gate=GPT_OSS), together)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(16, marks=pytest.mark.slow), 32])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [16, 32])
 def test_one_token_of_an_engine_with_slots(rank, implementation, dtype):
     """Without an adapter it has the bits of an engine without; a wide row's stages come round."""
     hidden, width, groups = 2048, 384, 4
@@ -218,9 +219,8 @@ def decode_step(ranks, dtype, slots=5):
     )
 
 
-@pytest.mark.parametrize(
-    "ranks", [(16, 16), *(pytest.param(its, marks=pytest.mark.slow) for its in [(64, 40), (8, 32)])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(16, 16), (64, 40), (8, 32)])
 def test_tokens_of_a_decode_step(ranks, implementation, dtype):
     """Alone, in order of another batch, or beside a slot of NaN, they have the same bits."""
     call = decode_step(ranks, dtype)
@@ -240,7 +240,8 @@ def test_tokens_of_a_decode_step(ranks, implementation, dtype):
     assert not np.isfinite(found[~others]).any()
 
 
-@pytest.mark.parametrize("tokens", [3, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [3, 40])
 def test_two_layers_of_one_routing(tokens, implementation, dtype):
     """A compiler makes one of what they do alike: their tables, and where kernels count."""
     call = decode_step((16, 16), dtype)

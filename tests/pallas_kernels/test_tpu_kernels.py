@@ -219,7 +219,7 @@ LAYERED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if "tiles" in n else ()) for n in LAYERED]
+    "name", [pytest.param(n, marks=() if n == "biased" else pytest.mark.slow) for n in LAYERED]
 )
 def test_product_of_one_layer(name):
     case = LAYERED[name]

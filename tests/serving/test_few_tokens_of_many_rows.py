@@ -17,6 +17,8 @@ from tests.pallas_kernels.test_grouped_cost import results
 from tests.serving.conftest import OPTIONS
 from tests.serving.helpers import bits, greedy, load_golden, prompts, sampled
 
+pytestmark = pytest.mark.slow  # it compiles an engine of its own
+
 FAMILY, ROWS, FEW = "qwen3_moe", 20, 8
 NAMES = [None, "attn", "rslora", "attn"]
 SIZES = OPTIONS | {"token_buckets": [FEW, 48], "max_requests": ROWS, "max_adapters": 3}

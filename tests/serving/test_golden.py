@@ -18,7 +18,12 @@ from tests.serving.conftest import OPTIONS
 from tests.serving.helpers import load_golden
 
 TOLERANCE = 1e-4
-CASES = [(family, adapter) for family in FAMILIES for adapter in (None, *golden_adapters(family))]
+# DeepSeek-V2 alone compiles a step that others do not need; DeepSeek-V3 has its attention, too.
+CASES = [
+    pytest.param(family, adapter, marks=pytest.mark.slow if family == "deepseek_v2" else ())
+    for family in FAMILIES
+    for adapter in (None, *golden_adapters(family))
+]
 # Of these families other quick tests need whole engines. The rest compiles one step.
 SHARED = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 ONE_STEP = {"token_buckets": (96,), "max_logprobs": 0}

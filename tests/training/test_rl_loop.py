@@ -43,9 +43,8 @@ def test_rewards_rise_and_logprobs_agree(pair):
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.4
 
 
-@pytest.mark.parametrize(
-    "loss", ["grpo", pytest.param("importance_sampling", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["grpo", "importance_sampling"])
 def test_two_adapters_in_one_loop_are_as_each_alone(pair, loss):
     engine, trainer = pair()
     config = GrpoConfig(**vars(SHORT) | {"loss": loss, "steps": 2})
