@@ -7,7 +7,6 @@ backend may have one kernel for both, with the same bits.
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.grouped_lora_matmul.api import checked, in_backend_form, lora_matmul
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Slots, terms_of_parts
+from pallas_kernels.one_kernel import kernel_or_parts
 from pallas_kernels.row_reduce.api import add_norm, rms_norm
 
 
@@ -63,29 +63,12 @@ def normed_lora_matmul(
     of_groups = None if bias is None else bias.reshape(1, *bias.shape)
     call = x, *grouped, of_groups, gate, out_dtype, implementation
     backend, parts, lora, out_dtype = checked(*call)
-    few = x.shape[0] <= backend.NORMED_ROWS
-    normed = functools.partial(_normed, backend) if few else _apart
     static = _Static(eps, parts, gate, out_dtype, implementation)
-    return normed(static, x, more, norm_weight, w, row_slots, lora, bias)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _normed(backend: ModuleType, static: _Static, *arguments):
-    """In one kernel if the backend takes them; the gradient is that of the parts."""
-    return _in_one_kernel(backend, static, *arguments) or _apart(static, *arguments)
-
-
-def _forward(backend, static, *arguments):
-    del backend
-    return jax.vjp(functools.partial(_apart, static), *arguments)
-
-
-def _backward(backend, static, pull, dy):
-    del backend, static
-    return pull(dy)
-
-
-_normed.defvjp(_forward, _backward)
+    apart = functools.partial(_apart, static)
+    arguments = x, more, norm_weight, w, row_slots, lora, bias
+    if x.shape[0] > backend.NORMED_ROWS:
+        return apart(*arguments)
+    return kernel_or_parts(functools.partial(_in_one_kernel, backend, static), apart, *arguments)
 
 
 def _apart(static: _Static, x, more, weight, w, row_slots, lora, bias):

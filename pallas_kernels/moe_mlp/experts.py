@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 
-import jax
-
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import terms_of_part, terms_of_parts
 from pallas_kernels.moe_mlp.down import weighted_down
+from pallas_kernels.one_kernel import kernel_or_parts
 from pallas_kernels.routing_plan.api import combine
 
 
@@ -27,9 +26,11 @@ def experts(backend: ModuleType, parts, gate: Gate, x, gate_up, bias, down, rout
     Returns:
       [T, H] in float32 (or float64).
     """
-    if x.shape[0] <= backend.EXPERTS_AT_ONCE:
-        return _at_once(backend, parts, gate, x, gate_up, bias, down, route, lora, *rest)
-    return _apart(backend, parts, gate, x, gate_up, bias, down, route, lora, *rest)
+    apart = functools.partial(_apart, backend, parts, gate)
+    arguments = x, gate_up, bias, down, route, lora, *rest
+    if x.shape[0] > backend.EXPERTS_AT_ONCE:
+        return apart(*arguments)
+    return kernel_or_parts(functools.partial(_at_once, backend, parts, gate), apart, *arguments)
 
 
 def _apart(backend, parts, gate, x, gate_up, bias, down, route, lora, known_u, weights, slots):
@@ -39,25 +40,11 @@ def _apart(backend, parts, gate, x, gate_up, bias, down, route, lora, known_u, w
     return weighted_down(backend, hidden, down, route, out, weights, slots)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _at_once(backend, parts, gate, x, gate_up, bias, down, route, lora, known_u, weights, slots):
-    """In one kernel if the backend takes them; the gradient is that of products apart."""
+    """In one kernel; None if the backend does not take them."""
+    del slots
+    if known_u is not None:
+        return None
     into, out = terms_of_parts(parts, lora[0]), terms_of_part(0, lora[1])
-    if known_u is None:
-        rows = backend.experts(x, gate_up, bias, down, route.tables, into, out, gate)
-        if rows is not None:
-            return combine(rows, route.position, weights)
-    lora_of_rows = lora, known_u, weights, slots
-    return _apart(backend, parts, gate, x, gate_up, bias, down, route, *lora_of_rows)
-
-
-def _forward(backend, parts, gate, *arguments):
-    return jax.vjp(functools.partial(_apart, backend, parts, gate), *arguments)
-
-
-def _backward(backend, parts, gate, pull, dy):
-    del backend, parts, gate
-    return pull(dy)
-
-
-_at_once.defvjp(_forward, _backward)
+    rows = backend.experts(x, gate_up, bias, down, route.tables, into, out, gate)
+    return None if rows is None else combine(rows, route.position, weights)

@@ -7,7 +7,6 @@ have one kernel for both, with the same bits.
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ from pallas_kernels.grouped_lora_matmul.lora import (
     terms_of_parts,
 )
 from pallas_kernels.moe_mlp.api import backend_of, moe_mlp
+from pallas_kernels.one_kernel import kernel_or_parts
 from pallas_kernels.routing_plan.api import combine
 from pallas_kernels.top_experts.api import top_experts
 from pallas_kernels.top_experts.xla import Scoring
@@ -86,31 +86,13 @@ def routed_mlp(
     layer = _Layer(gate_up, gate_up_bias, down, (lora_gate, lora_up), lora_down)
     chosen = jax.ShapeDtypeStruct((x.shape[0], top_k), jnp.int32)
     backend = backend_of(implementation, x, chosen, token_slots, *layer)
-    few = chosen.size <= backend.ROUTED_AT_ONCE
-    routed = functools.partial(_routed, backend) if few else _apart
-    choice = _Choice(top_k, scoring)
+    gate, choice = gate or Gate(), _Choice(top_k, scoring)
+    apart = functools.partial(_apart, implementation, gate, choice)
     arguments = x, logits, correction, token_slots, valid, layer
-    return routed(implementation, gate or Gate(), choice, *arguments)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _routed(backend: ModuleType, implementation, gate, choice, *arguments):
-    """In one kernel if the backend takes them; the gradient is that of the parts."""
-    found = _in_one_kernel(backend, gate, choice, *arguments)
-    return found or _apart(implementation, gate, choice, *arguments)
-
-
-def _forward(backend, implementation, gate, choice, *arguments):
-    del backend
-    return jax.vjp(functools.partial(_apart, implementation, gate, choice), *arguments)
-
-
-def _backward(backend, implementation, gate, choice, pull, dy):
-    del backend, implementation, gate, choice
-    return pull(dy)
-
-
-_routed.defvjp(_forward, _backward)
+    if chosen.size > backend.ROUTED_AT_ONCE:
+        return apart(*arguments)
+    kernel = functools.partial(_in_one_kernel, backend, gate, choice)
+    return kernel_or_parts(kernel, apart, *arguments)
 
 
 def _apart(implementation, gate, choice, x, logits, correction, token_slots, valid, layer: _Layer):

@@ -186,3 +186,10 @@ def in_layers(arrays, layer=1, layers=3):
         return Layered(stack, np.int32(layer))
 
     return jax.tree.map(of, arrays)
+
+
+def assert_same(found, expected):
+    """Arrays of the same dtypes and numbers; NumPy knows no NaN of bfloat16."""
+    for its, other in zip(found, expected, strict=True):
+        assert its.dtype == other.dtype
+        np.testing.assert_array_equal(*(values.astype(np.float64) for values in (its, other)))

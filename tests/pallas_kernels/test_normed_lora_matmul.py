@@ -19,6 +19,7 @@ from pallas_kernels import (
     rms_norm,
 )
 from pallas_kernels.implementation import platform_implementation
+from tests.pallas_kernels.cases import assert_same
 
 K, SLOTS, LAYERS, LAYER, EPS = 1024, 3, 2, 1, 1e-6
 PARTS = 128, 64, 64
@@ -84,9 +85,7 @@ def check(rows, of_layer, **options):
     found, expected = (
         run(function, rows, of_layer, **options) for function in (together, parts_of_it)
     )
-    for its, other in zip(found, expected, strict=True):
-        assert its.dtype == other.dtype
-        np.testing.assert_array_equal(*(values.astype(np.float64) for values in (its, other)))
+    assert_same(found, expected)
     return found
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import Gate, Lora, Scoring, moe_mlp, routed_mlp, top_experts
 from pallas_kernels.implementation import platform_implementation
+from tests.pallas_kernels.cases import assert_same
 
 EXPERTS, SLOTS, HIDDEN, WIDTH = 32, 3, 256, 128  # served by every kernel
 QWEN3, DEEPSEEK = Scoring(), Scoring(sigmoid=True, scale=2.5)
@@ -69,10 +70,7 @@ def run(function, call, *, top_k=4, scoring=QWEN3, gate=None, implementation):
 
 def check(call, **options):
     found, expected = (run(function, call, **options) for function in (routed_mlp, parts))
-    for its, other in zip(found, expected, strict=True):
-        assert its.dtype == other.dtype
-        # NumPy knows no NaN of bfloat16.
-        np.testing.assert_array_equal(*(values.astype(np.float64) for values in (its, other)))
+    assert_same(found, expected)
     return found
 
 
