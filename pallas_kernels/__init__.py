@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.api import (
     paged_latent_attention,
     write_pages,
 )
+from pallas_kernels.rotated_attention.api import rotated_attention
 from pallas_kernels.routing_plan.api import RoutingPlan, combine, routing_plan
 from pallas_kernels.row_reduce.api import add_norm, log_sum_exp, rms_norm, row_sum
 from pallas_kernels.top_experts.api import top_experts
@@ -50,6 +51,7 @@ __all__ = [
     "rotate",
     "rotate_and_cache",
     "rotate_and_cache_latents",
+    "rotated_attention",
     "routed_mlp",
     "routing_plan",
     "row_sum",

@@ -15,7 +15,7 @@ from lora_moe_jax.layers.lanes import filled_up, whole_lanes
 from lora_moe_jax.layers.linear import FusedLinear, Linear, Part
 from lora_moe_jax.layers.norm import RmsNorm, Unnormed
 from lora_moe_jax.layers.rope import cos_sin
-from pallas_kernels import paged_attention, rotate_and_cache
+from pallas_kernels import rotated_attention
 
 
 class Attention(nnx.Module):
@@ -69,7 +69,7 @@ class Attention(nnx.Module):
         columns = cache.first.shape[-1]
         heads = self.qkv_proj(x, token_slots).reshape(tokens, -1, width)
         angles = cos_sin(positions, self.config.rope)
-        q, first, second = rotate_and_cache(
+        out, first, second = rotated_attention(
             _with_zeros(self._local_heads(heads), columns),
             *(None if norm is None else norm.weight[...] for norm in (self.q_norm, self.k_norm)),
             *(filled_up(its, columns // 2) for its in angles),
@@ -77,17 +77,11 @@ class Attention(nnx.Module):
             cache.second,
             cache.view,
             eps=self.config.rms_norm_eps,
-        )
-        cache = cache._replace(first=first, second=second)
-        out = paged_attention(
-            q,
-            cache.first,
-            cache.second,
-            cache.view,
             scale=width**-0.5,
             sliding_window=self.window,
             sinks=None if self.sinks is None else jnp.asarray(self.sinks[...]),
         )
+        cache = cache._replace(first=first, second=second)
         out = _without_zeros(out, width)
         return self.o_proj(out.reshape(tokens, -1), token_slots), cache
 

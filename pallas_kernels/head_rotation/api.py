@@ -10,7 +10,6 @@ from types import ModuleType
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels import implementation as platform
 from pallas_kernels.head_rotation import differentiable, xla
 from pallas_kernels.implementation import check_known, implementation_module, mosaic_gpu_module
 from pallas_kernels.paged_attention.api import PageView
@@ -81,15 +80,13 @@ def _backend(implementation: str | None, heads, k_pages, v_pages) -> ModuleType:
     check_known(implementation, IMPLEMENTATIONS)
     if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
         return xla
-    # What makes it better than Triton's is that it can begin while the kernel before ends.
-    if implementation is not None or platform.DEPENDENT_LAUNCH:
-        package, pages = "pallas_kernels.head_rotation", (k_pages, v_pages)
-        module = mosaic_gpu_module(package, implementation, heads, *pages)
-        if module is not None:
-            return module
+    package = "pallas_kernels.head_rotation"
+    module = mosaic_gpu_module(package, implementation, heads, k_pages, v_pages)
+    if module is not None:
+        return module
     width = heads.shape[2]
     if width & (width - 1):
         if implementation is not None:
             raise NotImplementedError(f"triton: the width must be a power of two ({heads.shape=})")
         return xla
-    return implementation_module("pallas_kernels.head_rotation", "triton")
+    return implementation_module(package, "triton")

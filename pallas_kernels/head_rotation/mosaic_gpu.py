@@ -8,6 +8,7 @@ and four threads have a row. Values go on to their page from where they arrived.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,76 @@ from pallas_kernels.layered import layer_operands, number_of
 __all__ = ["check", "head_gradients", "rotate_and_cache"]
 
 WIDTH, HALF = 128, 64
-ROWS = 64  # heads: rows of the layout
-STAGES = 2  # tokens whose heads are there or on their way
+STAGES = 3  # tokens whose heads are there or on their way
 MOST_PROGRAMS = 3 * PROGRAMS  # registers are for three on a multiprocessor
-LAYOUT, OF_COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
 COLUMNS = pl.ds(0, HALF), pl.ds(HALF, HALF)  # of each half
+
+
+class Heads(NamedTuple):
+    """So many rows, each of a head, in the registers of a warpgroup.
+
+    A row's sums are made in the same order in both layouts: each has four threads for a row.
+    """
+
+    count: int
+    layout: Any
+
+    @property
+    def shape(self):
+        return self.count, HALF
+
+    def over_columns(self, ref):
+        """A vector of half a head's features, to be repeated over rows."""
+        return plgpu.load(ref, layout=self.layout.reduce(0), optimized=False)
+
+    def loaded(self, stage):
+        """Both halves of heads, in float32."""
+        rows = pl.ds(0, self.count)
+        return [self._load(stage.at[half, rows]).astype(jnp.float32) for half in (0, 1)]
+
+    def _load(self, ref):
+        return plgpu.load(ref, layout=self.layout, optimized=self.layout is plgpu.Layout.WGMMA)
+
+    def weights_of_layer(self, norms):
+        """Those of queries and of keys, for each half of the columns; see `norm_operands`."""
+        if norms is None:
+            return None
+        layer, *weights = norms
+        number = number_of(layer)
+        return [[self.over_columns(its.at[number, half]) for its in weights] for half in COLUMNS]
+
+    def normed_and_rotated(self, halves, weights, angles, q_heads: int, eps: float):
+        """Both halves of heads, normed if there are weights, and rotated; all in float32.
+
+        Args:
+          weights: those of `weights_of_layer`. angles: cosines and sines, over columns.
+          q_heads: the first rows, which are queries.
+        """
+        one, other = halves
+        if weights is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
+            one, other = (
+                _weighted(its, jnp.where(row < q_heads, *map(self._over_rows, both)))
+                for its, both in zip(self._normed(*halves, eps), weights, strict=True)
+            )
+        cosines, sines = map(self._over_rows, angles)
+        return (
+            _sum_of_products(one, cosines, -other, sines),
+            _sum_of_products(other, cosines, one, sines),
+        )
+
+    def _normed(self, one, other, eps):
+        """Both halves of heads divided by their root mean square."""
+        total = _sum_of_products(one, one, other, other).sum(axis=1)
+        inverse = lax.broadcast_in_dim(lax.rsqrt(total / WIDTH + eps), self.shape, [0])
+        return one * inverse, other * inverse
+
+    def _over_rows(self, vector):
+        return lax.broadcast_in_dim(vector, self.shape, [1])
+
+
+MANY = Heads(64, plgpu.Layout.WGMMA)
+ROWS = MANY.count
 
 
 def check(heads, k_pages, v_pages):
@@ -50,7 +116,7 @@ def rotate_and_cache(
     """See `api.rotate_and_cache`. `interpreted`: for Pallas's interpreter."""
     check(heads, k_pages, v_pages)
     tokens, count, _ = heads.shape
-    weights = () if q_weight is None else stacked_weights(heads, q_weight, k_weight)
+    norms = norm_operands(heads, q_weight, k_weight)
     programs = min(tokens, MOST_PROGRAMS)
     # Pages are written where they are.
     k_pages, v_pages = jax.new_ref(k_pages), jax.new_ref(v_pages)
@@ -76,10 +142,16 @@ def rotate_and_cache(
         ),
         kernel_name="rotate_and_cache",
     )
-    stacks = (its.stack for its in weights)
-    norms = (layer_operands(*weights), *stacks) if weights else None
     q = kernel(norms, heads, cos, sin, view, k_pages, v_pages)
     return q, jax.freeze(k_pages), jax.freeze(v_pages)
+
+
+def norm_operands(heads, q_weight, k_weight):
+    """The layer's number and both weights, see `Heads`; None if nothing is normed."""
+    if q_weight is None:
+        return None
+    weights = stacked_weights(heads, q_weight, k_weight)
+    return layer_operands(*weights), *(its.stack for its in weights)
 
 
 def _body(
@@ -92,12 +164,7 @@ def _body(
     (load, arrived), (store, rotated) = (
         views_of(stage, 2, interpreted=interpreted)[0] for stage in (arrived, rotated)
     )
-    if norms is not None:
-        layer, *weights = norms
-        of_layer = number_of(layer)
-        weights = [
-            [_over_columns(its.at[of_layer, columns]) for its in weights] for columns in COLUMNS
-        ]
+    weights = MANY.weights_of_layer(norms)
     wait_for_kernels_before(tokens)
 
     def load_heads(i):
@@ -108,25 +175,17 @@ def _body(
 
     def rotate(i, carry):
         token, stage = program + i * programs, lax.rem(i, jnp.int32(STAGES))
-        # What the token before stored has left both its stage and the results'. For the first this
-        # keeps the compiler from loading what follows, and waiting for it, between two copies.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        pl.when(i + 1 < mine)(lambda: load_heads(i + 1))
         # While the heads are on their way. Which page follows from the first two loads.
         request, position = view.request[token], view.positions[token]
-        cosines, sines = (_over_columns(its.at[token]) for its in (cos, sin))
+        angles = [MANY.over_columns(its.at[token]) for its in (cos, sin)]
         place, cached = _place_in(k_pages, view.page_tables, request, position)
         plgpu.barrier_wait(full.at[stage])
-        one, other = halves = _loaded(arrived.at[stage])
-        if norms is not None:
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, HALF), 0, layout=LAYOUT)
-            one, other = (
-                _weighted(its, jnp.where(row < q_heads, *map(_over_rows, both)))
-                for its, both in zip(_normed(*halves, eps), weights, strict=True)
-            )
-        cosines, sines = _over_rows(cosines), _over_rows(sines)
-        rotated.at[0][...] = _sum_of_products(one, cosines, -other, sines).astype(q.dtype)
-        rotated.at[1][...] = _sum_of_products(other, cosines, one, sines).astype(q.dtype)
+        halves = MANY.loaded(arrived.at[stage])
+        halves = MANY.normed_and_rotated(halves, weights, angles, q_heads, eps)
+        # What the token before stored has left both its stage and the results'.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for half, its in enumerate(halves):
+            rotated.at[half][...] = its.astype(q.dtype)
         plgpu.commit_smem()
         _store_heads(store, 0, q.at[token])
 
@@ -136,9 +195,12 @@ def _body(
             _store_heads(load.at[stage], count - v_pages.shape[2], v_pages.at[*place])
 
         plgpu.commit_smem_to_gmem_group()
+        pl.when(i + ahead < mine)(lambda: load_heads(i + ahead))
         return carry
 
-    load_heads(0)
+    ahead = STAGES - 1
+    for i in range(ahead):
+        pl.when(i < mine)(functools.partial(load_heads, jnp.int32(i)))
     lax.fori_loop(0, mine, rotate, None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -160,23 +222,6 @@ def _store_heads(stage, first, target):
         plgpu.copy_smem_to_gmem(rows, target.at[:, columns], commit_group=False)
 
 
-def _over_columns(ref):
-    """A vector of half a head's features, to be repeated over rows."""
-    return plgpu.load(ref, layout=OF_COLUMNS, optimized=False)
-
-
-def _loaded(stage):
-    """Both halves of heads, in float32."""
-    return [plgpu.load(stage.at[half], layout=LAYOUT).astype(jnp.float32) for half in (0, 1)]
-
-
-def _normed(one, other, eps):
-    """Both halves of heads divided by their root mean square."""
-    total = _sum_of_products(one, one, other, other).sum(axis=1)
-    inverse = lax.broadcast_in_dim(lax.rsqrt(total / WIDTH + eps), (ROWS, HALF), [0])
-    return one * inverse, other * inverse
-
-
 def _sum_of_products(a, b, c, d):
     """a * b + c * d, of any number of tokens with the same bits."""
     # Behind a barrier, or the compiler fuses one product with the addition here, the other there.
@@ -186,7 +231,3 @@ def _sum_of_products(a, b, c, d):
 def _weighted(half, weight):
     """Rounded to the weight's dtype, times it, in float32."""
     return (half.astype(weight.dtype) * weight).astype(jnp.float32)
-
-
-def _over_rows(vector):
-    return lax.broadcast_in_dim(vector, (ROWS, HALF), [1])

@@ -104,7 +104,7 @@ def attention_kernel(sizes: Sizes, q, caches, view, sinks=None):
     sinks = (sinks_of_rows(s, sinks),) if s.sinks else ()
     y, *rest = kernel(*tiles, view.page_tables, q, *caches, *sinks)
     if s.spread:
-        y = join_kernel(s, view, first_of_tile(view, s.unit), y, *rest, *sinks)
+        y = join_kernel(s, view, first_of_tile(view, s.unit), y, *rest, *sinks, dtype=q.dtype)
     y = y[..., : s.value_lines * LINE]
     if not (s.spread or s.boxes):
         y = y.reshape(s.parts, s.tokens, s.group, -1).swapaxes(0, 1)

@@ -284,10 +284,15 @@ def weights_of(scores, maximum):
 
 def scaled_to(maximum, sums: Sums) -> Sums:
     """The sums with another maximum, no lower than theirs."""
-    factor = jnp.exp2(sums.maximum - _finite(maximum))
+    factor = factor_to(maximum, sums.maximum)
     of_row = lax.broadcast_in_dim(factor, sums.values[0].shape, [0])
     values = tuple(its * of_row for its in sums.values)
     return Sums(maximum, sums.total * factor, values)
+
+
+def factor_to(maximum, before):
+    """What sums with the maximum before are multiplied with."""
+    return jnp.exp2(before - _finite(maximum))
 
 
 def _finite(maximum):

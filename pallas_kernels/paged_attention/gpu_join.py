@@ -51,26 +51,27 @@ def mean(sums, inverse):
     return sums * inverse + 0.0
 
 
-def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals, *sinks):
+def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals, *sinks, dtype):
     """Joins what the programs of a spread sequence have stored.
 
     Args:
       first_of_tile: int32 [T], the first token of each token's tile.
       found: [T, H, columns], or [parts, T x group, columns] without boxes: the results of tokens
-        whose total is NOTHING_TO_JOIN.
+        whose total is NOTHING_TO_JOIN; None where there are no such.
       sums: float32 [parts, splits, T x rows of sums, columns in whole 128]; splits are counted from
         the first that the tile sees.
       maxima, totals: float32 [parts, splits, T x 64].
-      sinks: those of `gpu_splits.sinks_of_rows` where the sizes say so.
+      sinks: those of `gpu_splits.sinks_of_rows` where the sizes say so. dtype: of the result.
 
     Returns:
       [T, H, columns of sums].
     """
     s, columns = sizes, sums.shape[-1]
-    found = jnp.pad(found, ((0, 0), (0, 0), (0, columns - found.shape[-1])))
+    if found is not None:
+        found = jnp.pad(found, ((0, 0), (0, 0), (0, columns - found.shape[-1])))
     kernel = kept_kernel(
         functools.partial(_body, s),
-        out_type=jax.ShapeDtypeStruct((s.tokens, s.heads, columns), found.dtype),
+        out_type=jax.ShapeDtypeStruct((s.tokens, s.heads, columns), dtype),
         grid=(s.tokens, s.heads),
         grid_names=("token", "head"),
         compiler_params=plgpu.CompilerParams(
@@ -91,7 +92,9 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
     first, position = first_of_tile[token], positions[token]
     inside = (token - first) * s.group + member
     begin, end = jnp.int32(0), lax.div(position, jnp.int32(s.split)) + 1
-    if s.window is not None:
+    if s.window is None:
+        end = jnp.minimum(end, s.spread)  # of a position past the page table there are no more
+    else:
         # Splits before the window are not among those that count, nor before the tile's.
         of_tile, begin = (
             lax.div(jnp.maximum(p - s.window + 1, 0), jnp.int32(s.split))
@@ -130,7 +133,9 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
     start = vector(0.0), vector(sink), vector(weight)
     times = lax.div(end - begin + (together - 1), jnp.int32(together))
     all_sums, _, total = lax.fori_loop(0, times, join, start)
-    place = (token, head) if s.boxes else (part, token * s.group + member)
-    result = plgpu.load(found.at[place], layout=layout)
-    joint = mean(all_sums, inverse_of(total)).astype(y.dtype)
-    y.at[token, head][...] = jnp.where(total < 0, result, joint)
+    result = mean(all_sums, inverse_of(total)).astype(y.dtype)
+    if found is not None:
+        place = (token, head) if s.boxes else (part, token * s.group + member)
+        known = plgpu.load(found.at[place], layout=layout)
+        result = jnp.where(total < 0, known, result)
+    y.at[token, head][...] = result

@@ -39,7 +39,7 @@ class Unit:
 
     def sees_one_split(self, sizes: Sizes):
         """Whether the tokens see no other split than one."""
-        return _floor(self.first, sizes.split) == _floor(self.last, sizes.split)
+        return floor(self.first, sizes.split) == floor(self.last, sizes.split)
 
 
 def unit_at(sizes: Sizes, words, index) -> Unit:
@@ -50,8 +50,8 @@ def unit_at(sizes: Sizes, words, index) -> Unit:
     token, tokens, request, position, *run = (words[tile * each + word] for word in range(each))
     first = jnp.int32(0) if s.window is None else jnp.maximum(position - s.window + 1, 0)
     end = position + tokens
-    first_split, end_split = run or (_floor(first, s.split), _floor(end - 1, s.split) + 1)
-    first_round, end_round = _floor(first, s.round_size), _floor(end - 1, s.round_size) + 1
+    first_split, end_split = run or (floor(first, s.split), floor(end - 1, s.split) + 1)
+    first_round, end_round = floor(first, s.round_size), floor(end - 1, s.round_size) + 1
     if s.spread:
         first_round = jnp.maximum(first_round, first_split * s.rounds)
         end_round = jnp.minimum(end_round, end_split * s.rounds)
@@ -120,15 +120,15 @@ class Loader:
     def _pages_of(self, unit: Unit, block):
         """The pages of a block; past the last position, where entries mean nothing, the last."""
         s, request = self.sizes, jnp.maximum(unit.request, 0)
-        last = _floor(unit.last, s.page)
+        last = floor(unit.last, s.page)
         starts = [block * BLOCK + number * s.copy for number in range(BLOCK // s.copy)]
         return tuple(
-            self.page_tables[request, jnp.minimum(_floor(start, s.page), last)] for start in starts
+            self.page_tables[request, jnp.minimum(floor(start, s.page), last)] for start in starts
         )
 
     def _load(self, unit: Unit, block, pages, stage, piece, full):
         s = self.sizes
-        head = _floor(unit.part, s.units_of_head)
+        head = floor(unit.part, s.units_of_head)
         for number, page in enumerate(pages):
             inside = lax.rem(block * BLOCK + number * s.copy, jnp.int32(s.page))
             first = pl.multiple_of(page * s.page + inside, s.copy)
@@ -141,5 +141,5 @@ class Loader:
                 )
 
 
-def _floor(number, size: int):
+def floor(number, size: int):
     return lax.div(number, jnp.int32(size))

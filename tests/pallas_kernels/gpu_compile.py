@@ -45,6 +45,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
         paged_latent_attention,
         rms_norm,
         rotate_and_cache,
+        rotated_attention,
         routed_mlp,
         top_experts,
     )
@@ -336,6 +337,17 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     angles = array(tokens, 64, dtype=jnp.float32)
     arguments = array(tokens, 40, 128), array(48, 128), number(), angles, angles
     yield "rotation", rotation, (*arguments, cache, cache, *view)
+
+    def rotated(heads, stack, layer, cos, sin, k_pages, v_pages, *view):
+        weight, view = Layered(stack, layer), PageView(*view)
+        return rotated_attention(
+            heads, weight, weight, cos, sin, k_pages, v_pages, view,
+            eps=1e-6, scale=0.1, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    one, angle = (number(1), number(1), number(8, 256)), array(1, 64, dtype=jnp.float32)
+    arguments = array(1, 40, 128), array(48, 128), number(), angle, angle, cache, cache, *one
+    yield "attention of one token", rotated, arguments
 
     def rotation_without_norms(heads, cos, sin, k_pages, v_pages, *view):
         return rotate_and_cache(

@@ -106,17 +106,14 @@ def test_others_are_served_what_they_have_been(sizes, dtype, what):
 
 
 def test_hopper_is_served_by_this_kernel():
-    """Where kernels may begin while others end."""
     assert chosen(arguments(32, 4, 128, "bfloat16")) is mosaic_gpu
-    assert chosen(arguments(32, 4, 128, "bfloat16"), dependent=False) is triton
 
 
-def chosen(call, dependent=True):
+def chosen(call):
     """The module that serves a call on Hopper."""
     heads, *_, k_pages, v_pages, _ = call
     with (
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
         mock.patch.object(implementation, "platform_implementation", lambda: "mosaic_gpu"),
-        mock.patch.object(implementation, "DEPENDENT_LAUNCH", dependent),
     ):
         return api._backend(None, heads, k_pages, v_pages)

@@ -1,0 +1,137 @@
+"""One token's heads and attention in one kernel: in Pallas's interpreter, which looks for races."""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import PageView
+from pallas_kernels.head_rotation import xla as plain_rotation
+from pallas_kernels.paged_attention import reference
+from tests.pallas_kernels.cases import in_layers
+
+if not hasattr(plgpu, "force_gpu_interpret_mode"):
+    pytest.skip("the Mosaic GPU interpreter needs jax >= 0.11", allow_module_level=True)
+
+from pallas_kernels.paged_attention import gpu_join
+from pallas_kernels.rotated_attention import mosaic_gpu
+from tests.pallas_kernels.gpu_interpreter import interpret
+
+pytestmark = pytest.mark.interpreter
+WIDTH, EPS, SCALE = 128, 1e-6, 0.1
+COLUMNS = 12  # pages of a request
+
+
+def case(position, heads=4, kv_heads=1, page=64, normed=True, request=1):
+    """A token of the second request of two; what is not in its cache is NaN."""
+    rng = np.random.default_rng(position)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(jnp.bfloat16)
+
+    angles = max(position, 0) * rng.standard_normal((1, WIDTH // 2)).astype(np.float32)
+    pages = [np.full((2 * COLUMNS, page, kv_heads, WIDTH), np.nan, jnp.bfloat16) for _ in range(2)]
+    tables = rng.permutation(2 * COLUMNS).astype(np.int32).reshape(2, COLUMNS)
+    seen = np.arange(min(position, COLUMNS * page))
+    for its in pages:
+        its[tables[request, seen // page], seen % page] = normal(len(seen), kv_heads, WIDTH)
+    weights = in_layers((1 + normal(WIDTH) / 8, 1 + normal(WIDTH) / 8)) if normed else (None, None)
+    view = PageView(np.int32([request]), np.int32([position]), tables)
+    return (
+        normal(1, heads + 2 * kv_heads, WIDTH),
+        *weights,
+        np.cos(angles),
+        np.sin(angles),
+        *pages,
+        view,
+    )
+
+
+def run(call, programs=2):
+    """In so many programs, which have several splits one after the other if these are more."""
+    with (
+        mock.patch.object(mosaic_gpu, "PROGRAMS", programs),
+        mock.patch.object(gpu_join, "AHEAD", 2),
+    ):
+        static = dict(eps=EPS, scale=SCALE, interpreted=True)
+        return interpret(jax.jit(functools.partial(mosaic_gpu.rotated_attention, **static)), *call)
+
+
+def check(call, **options):
+    """Values of the result and of the new place in the pages; all others stay what they are."""
+    *_, k_pages, v_pages, view = call
+    found, *pages = run(call, **options)
+    q, *wanted = jax.jit(functools.partial(plain_rotation.rotate_and_cache, eps=EPS))(*call)
+    expected = reference.paged_attention(q, *wanted, view, scale=SCALE)
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=2**-6, atol=2**-6)
+    page, inside = divmod(int(view.positions[0]), k_pages.shape[1])
+    place = int(view.page_tables[int(view.request[0]), page]), inside
+    for its, before, want in zip(pages, (k_pages, v_pages), wanted, strict=True):
+        its, other = np.float32(its), np.array(before, np.float32)
+        np.testing.assert_allclose(its[place], np.float32(want)[place], rtol=2**-6, atol=2**-6)
+        its[place] = other[place] = 0
+        np.testing.assert_array_equal(its, other)
+    return found
+
+
+# Its first position, the last and the first of a block, of a split, and splits in turns.
+@pytest.mark.parametrize("position", [0, 63, 64, 255, 300, 700])
+def test_equals_plain_operations(position):
+    assert np.float32(check(case(position))).any()
+
+
+@pytest.mark.parametrize(
+    "position, sizes, options",
+    [
+        (140, dict(heads=6, kv_heads=2, page=16), dict(programs=4)),  # groups of three
+        (70, dict(heads=12, kv_heads=1), {}),  # of more than 8
+        (70, dict(heads=2, kv_heads=2, page=128), {}),
+        (300, dict(normed=False), {}),
+        (130, dict(request=0), {}),
+    ],
+)
+def test_sizes(position, sizes, options):
+    check(case(position, **sizes), **options)
+
+
+def test_padding_gets_zeros_and_is_not_cached():
+    *arrays, k_pages, v_pages, view = case(70)
+    padding = view._replace(request=np.int32([-1]))
+    found, *pages = run((*arrays, k_pages, v_pages, padding))
+    assert not np.float32(found).any()
+    for its, before in zip(pages, (k_pages, v_pages), strict=True):
+        assert np.asarray(its).tobytes() == before.tobytes()
+
+
+def test_positions_past_the_table_are_not_cached():
+    """As `rotate_and_cache` has it; what they attend to is nobody's."""
+    *arrays, k_pages, v_pages, view = case(COLUMNS * 64 + 5)
+    _, *pages = run((*arrays, k_pages, v_pages, view))
+    for its, before in zip(pages, (k_pages, v_pages), strict=True):
+        assert np.asarray(its).tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        (dict(heads=17), r"at most 16 query heads.*\[1, 19, 128\]"),
+        (dict(page=24), "pages must have"),
+    ],
+)
+def test_what_it_cannot_serve(change, what):
+    heads, *_, k_pages, v_pages, view = case(5, **change)
+    with pytest.raises(NotImplementedError, match=what):
+        mosaic_gpu.check(heads, k_pages, v_pages, view)
+
+
+def test_it_serves_one_token():
+    heads, *_, k_pages, v_pages, view = case(5)
+    mosaic_gpu.check(heads, k_pages, v_pages, view)
+    with pytest.raises(NotImplementedError, match="one token"):
+        mosaic_gpu.check(np.concatenate([heads] * 2), k_pages, v_pages, view)
