@@ -1,14 +1,12 @@
 """The forward kernel for Hopper: a program, of one warpgroup, has all heads of a token at a time.
 
-The copy engine brings them, each half of their features as rows of 64. In the registers' layout of
-the tensor cores a thread has the same columns of both halves, which are rotated with each other,
-and four threads have a row. Values go on to their page from where they arrived.
+The copy engine brings them, each half of their features as rows of 64; `gpu_heads.py` says what is
+made of them. Values go on to their page from where they arrived.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,84 +14,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head_rotation.triton import head_gradients, stacked_weights
+from pallas_kernels.head_rotation.gpu_heads import COLUMNS, HALF, MANY, WIDTH, norm_operands
+from pallas_kernels.head_rotation.triton import head_gradients
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import overlaid, two_views, views_of
-from pallas_kernels.layered import layer_operands, number_of
 
 __all__ = ["check", "head_gradients", "rotate_and_cache"]
 
-WIDTH, HALF = 128, 64
 STAGES = 3  # tokens whose heads are there or on their way
 MOST_PROGRAMS = 3 * PROGRAMS  # registers are for three on a multiprocessor
-COLUMNS = pl.ds(0, HALF), pl.ds(HALF, HALF)  # of each half
-
-
-class Heads(NamedTuple):
-    """So many rows, each of a head, in the registers of a warpgroup.
-
-    A row's sums are made in the same order in both layouts: each has four threads for a row.
-    """
-
-    count: int
-    layout: Any
-
-    @property
-    def shape(self):
-        return self.count, HALF
-
-    def over_columns(self, ref):
-        """A vector of half a head's features, to be repeated over rows."""
-        return plgpu.load(ref, layout=self.layout.reduce(0), optimized=False)
-
-    def loaded(self, stage):
-        """Both halves of heads, in float32."""
-        rows = pl.ds(0, self.count)
-        return [self._load(stage.at[half, rows]).astype(jnp.float32) for half in (0, 1)]
-
-    def _load(self, ref):
-        return plgpu.load(ref, layout=self.layout, optimized=self.layout is plgpu.Layout.WGMMA)
-
-    def weights_of_layer(self, norms):
-        """Those of queries and of keys, for each half of the columns; see `norm_operands`."""
-        if norms is None:
-            return None
-        layer, *weights = norms
-        number = number_of(layer)
-        return [[self.over_columns(its.at[number, half]) for its in weights] for half in COLUMNS]
-
-    def normed_and_rotated(self, halves, weights, angles, q_heads: int, eps: float):
-        """Both halves of heads, normed if there are weights, and rotated; all in float32.
-
-        Args:
-          weights: those of `weights_of_layer`. angles: cosines and sines, over columns.
-          q_heads: the first rows, which are queries.
-        """
-        one, other = halves
-        if weights is not None:
-            row = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
-            one, other = (
-                _weighted(its, jnp.where(row < q_heads, *map(self._over_rows, both)))
-                for its, both in zip(self._normed(*halves, eps), weights, strict=True)
-            )
-        cosines, sines = map(self._over_rows, angles)
-        return (
-            _sum_of_products(one, cosines, -other, sines),
-            _sum_of_products(other, cosines, one, sines),
-        )
-
-    def _normed(self, one, other, eps):
-        """Both halves of heads divided by their root mean square."""
-        total = _sum_of_products(one, one, other, other).sum(axis=1)
-        inverse = lax.broadcast_in_dim(lax.rsqrt(total / WIDTH + eps), self.shape, [0])
-        return one * inverse, other * inverse
-
-    def _over_rows(self, vector):
-        return lax.broadcast_in_dim(vector, self.shape, [1])
-
-
-MANY = Heads(64, plgpu.Layout.WGMMA)
 ROWS = MANY.count
 
 
@@ -144,14 +74,6 @@ def rotate_and_cache(
     )
     q = kernel(norms, heads, cos, sin, view, k_pages, v_pages)
     return q, jax.freeze(k_pages), jax.freeze(v_pages)
-
-
-def norm_operands(heads, q_weight, k_weight):
-    """The layer's number and both weights, see `Heads`; None if nothing is normed."""
-    if q_weight is None:
-        return None
-    weights = stacked_weights(heads, q_weight, k_weight)
-    return layer_operands(*weights), *(its.stack for its in weights)
 
 
 def _body(
@@ -220,14 +142,3 @@ def _store_heads(stage, first, target):
     for half, columns in enumerate(COLUMNS):
         rows = stage.at[half, pl.ds(first, target.shape[0])]
         plgpu.copy_smem_to_gmem(rows, target.at[:, columns], commit_group=False)
-
-
-def _sum_of_products(a, b, c, d):
-    """a * b + c * d, of any number of tokens with the same bits."""
-    # Behind a barrier, or the compiler fuses one product with the addition here, the other there.
-    return a * b + lax.optimization_barrier(c * d)
-
-
-def _weighted(half, weight):
-    """Rounded to the weight's dtype, times it, in float32."""
-    return (half.astype(weight.dtype) * weight).astype(jnp.float32)

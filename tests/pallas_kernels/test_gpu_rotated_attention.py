@@ -81,7 +81,9 @@ def check(call, **options):
 
 
 # Its first position, the last and the first of a block, of a split, and splits in turns.
-@pytest.mark.parametrize("position", [0, 63, 64, 255, 300, 700])
+@pytest.mark.parametrize(
+    "position", [0, 700, *(pytest.param(its, marks=pytest.mark.slow) for its in (63, 64, 255, 300))]
+)
 def test_equals_plain_operations(position):
     assert np.float32(check(case(position))).any()
 
@@ -91,9 +93,9 @@ def test_equals_plain_operations(position):
     [
         (140, dict(heads=6, kv_heads=2, page=16), dict(programs=4)),  # groups of three
         (70, dict(heads=12, kv_heads=1), {}),  # of more than 8
-        (70, dict(heads=2, kv_heads=2, page=128), {}),
-        (300, dict(normed=False), {}),
-        (130, dict(request=0), {}),
+        pytest.param(70, dict(heads=2, kv_heads=2, page=128), {}, marks=pytest.mark.slow),
+        pytest.param(300, dict(normed=False), {}, marks=pytest.mark.slow),
+        pytest.param(130, dict(request=0), {}, marks=pytest.mark.slow),
     ],
 )
 def test_sizes(position, sizes, options):

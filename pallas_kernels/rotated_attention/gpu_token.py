@@ -1,0 +1,90 @@
+"""Where one token is, and the keys and values that it sees."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.rolled import rolled
+from pallas_kernels.paged_attention.gpu_sizes import BLOCK, Sizes
+from pallas_kernels.paged_attention.gpu_units import floor
+
+
+class Token:
+    """The only one of a view, from the kernel's references.
+
+    Attributes:
+      is_cached: whether it is one, and within the page table.
+      position: its own, or the last one that the table has a page for.
+      last_block, splits: that of its position, and how many it sees; -1 and 0 of padding.
+    """
+
+    def __init__(self, s: Sizes, view):
+        self.s, self.page_tables = s, view.page_tables
+        request, position = view.request[0], view.positions[0]
+        positions = view.page_tables.shape[1] * s.page
+        self.request = jnp.maximum(request, 0)
+        self.is_cached = (request >= 0) & (position < positions)
+        self.position = jnp.minimum(position, positions - 1)
+        self.last_block = jnp.where(request >= 0, floor(self.position, BLOCK), -1)
+        self.splits = floor(self.last_block + s.rounds, s.rounds)
+
+    def row_of(self, position):
+        """Where a position is in the cache; of those past the token's page, some row of that."""
+        page_size = self.s.page
+        column = jnp.minimum(floor(position, page_size), floor(self.position, page_size))
+        page = self.page_tables[self.request, column]
+        return page * page_size + lax.rem(position, jnp.int32(page_size))
+
+    def splits_from(self, first, step: int):
+        """How many of its splits are every so many from the first on."""
+        return lax.div(jnp.maximum(self.splits - first, 0) + (step - 1), jnp.int32(step))
+
+    def blocks_of(self, split):
+        """How many blocks of a split it sees."""
+        return jnp.minimum(self.last_block + 1 - split * self.s.rounds, self.s.rounds)
+
+    def last_seen(self, split, block):
+        """The last position of a split's block that it sees, counted from the block's first."""
+        return self.position - (split * self.s.rounds + block) * BLOCK
+
+
+class Blocks(NamedTuple):
+    """Keys, or values, of a split's blocks, and how they come to shared memory.
+
+    Attributes:
+      part: the head of the cache. cache: [positions of all pages, heads, columns].
+      stage: [blocks, 64, columns]. full: a barrier for each block. empty: that of all.
+    """
+
+    s: Sizes
+    token: Token
+    part: jax.Array
+    cache: jax.Array
+    stage: jax.Array
+    full: jax.Array
+    empty: jax.Array
+
+    def load_before_token(self, split):
+        """Loads the blocks of a split that are before the token's."""
+        count = self.token.last_block - split * self.s.rounds
+
+        def load(number):
+            pl.when(number < count)(lambda: self.load(split, number))
+
+        rolled(0, self.s.rounds, split, load)
+
+    def load(self, split, number):
+        s, block = self.s, split * self.s.rounds + number
+        for copy in range(BLOCK // s.copy):
+            first = pl.multiple_of(self.token.row_of(block * BLOCK + copy * s.copy), s.copy)
+            plgpu.copy_gmem_to_smem(
+                self.cache.at[pl.ds(first, s.copy), self.part],
+                self.stage.at[number, pl.ds(copy * s.copy, s.copy)],
+                self.full.at[number],
+            )
