@@ -9,9 +9,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def store_registers(target, values, *, swizzled: bool):
-    """Stores registers in shared memory, with bank conflicts where it has no swizzle.
+    """Stores registers where it may cost more: in shared memory without a swizzle, with bank
+    conflicts, or in global memory, in parts of its lines.
 
-    From JAX 0.12 on Mosaic wants to be told that they are accepted.
+    From JAX 0.12 on Mosaic wants to be told that this is accepted.
     """
     if swizzled or not hasattr(plgpu, "store"):
         target[...] = values

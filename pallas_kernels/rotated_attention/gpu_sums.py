@@ -209,8 +209,8 @@ def store_sums(s: Sizes, part, split, sums: Sums, memory, shared: Shared):
     """Stores a split's sums in `gpu_splits.memory_of_sums`."""
     lines, maxima, totals = memory
     heads = pl.ds(0, rows_of_heads(s))
-    maxima.at[part, split, heads][...] = sums.maximum
-    totals.at[part, split, heads][...] = sums.total
+    store_registers(maxima.at[part, split, heads], sums.maximum, swizzled=False)
+    store_registers(totals.at[part, split, heads], sums.total, swizzled=False)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for line, its in enumerate(sums.values):
         _store_turned(shared.sums.at[:, pl.ds(line * LINE, LINE)], its)

@@ -1,4 +1,4 @@
-"""One token's heads and attention in one kernel: in Pallas's interpreter, which looks for races."""
+"""One token's heads and attention in one kernel: in the interpreter, with races, or on a GPU."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from pallas_kernels.rotated_attention import mosaic_gpu
 from tests.pallas_kernels.gpu_interpreter import interpret
 
 pytestmark = pytest.mark.interpreter
+INTERPRETED = jax.default_backend() != "gpu"
 WIDTH, EPS, SCALE = 128, 1e-6, 0.1
 COLUMNS = 12  # pages of a request
 
@@ -55,12 +56,15 @@ def case(position, heads=4, kv_heads=1, page=64, normed=True, request=1):
 
 def run(call, programs=2):
     """In so many programs, which have several splits one after the other if these are more."""
+    static = dict(eps=EPS, scale=SCALE, interpreted=INTERPRETED)
+    kernel = jax.jit(functools.partial(mosaic_gpu.rotated_attention, **static))
+    if not INTERPRETED:
+        return kernel(*call)
     with (
         mock.patch.object(mosaic_gpu, "PROGRAMS", programs),
         mock.patch.object(gpu_join, "AHEAD", 2),
     ):
-        static = dict(eps=EPS, scale=SCALE, interpreted=True)
-        return interpret(jax.jit(functools.partial(mosaic_gpu.rotated_attention, **static)), *call)
+        return interpret(kernel, *call)
 
 
 def check(call, **options):
