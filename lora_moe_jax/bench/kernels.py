@@ -18,6 +18,7 @@ from lora_moe_jax.bench import (
     products,
     serving_row,
     slots,
+    step_row,
     trainer_row,
     training,
 )
@@ -35,7 +36,12 @@ SECTIONS = {
     "attention": attention,
     "lowering": lowering,
 }
-TABLES = SECTIONS | {"serving": serving_row, "trainer": trainer_row, "mismatch": mismatch_row}
+TABLES = SECTIONS | {
+    "serving": serving_row,
+    "step": step_row,
+    "trainer": trainer_row,
+    "mismatch": mismatch_row,
+}
 CPU_SECTIONS = ("slots",)
 GPU_SECTIONS = ("products", "lora", "training", "layer", "attention", "lowering")
 

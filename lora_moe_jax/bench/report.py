@@ -23,6 +23,7 @@ from lora_moe_jax.bench import (
     products,
     serving_row,
     slots,
+    step_row,
     trainer_row,
     training,
 )
@@ -41,6 +42,7 @@ ROWS: dict[str, type] = {
     "attention": attention.AttentionRow,
     "lowering": lowering.LoweringRow,
     "serving": serving_row.ServingRow,
+    "step": step_row.StepRow,
     "trainer": trainer_row.TrainerRow,
     "mismatch": mismatch_row.MismatchRow,
 }

@@ -32,6 +32,7 @@ from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.options import EngineOptions
 from lora_moe_jax.serving.progress import progress_bar
 from lora_moe_jax.serving.sampling_params import SamplingParams
+from lora_moe_jax.serving.stream import RequestStream
 
 PAGE = 64  # positions of a cache page
 BASE_SHARE = (0.60, 0.75)  # of the roofline, without adapters: must, aim
@@ -178,10 +179,9 @@ class Times:
 
 def measure(engine: Engine, load: Load, output: int) -> Times:
     """Steps of a load: all decode steps in which every request runs, or three whole prefills."""
-    names = [str(i % load.adapters) if load.adapters else None for i in range(load.requests)]
     if load.phase == "decode":
-        return _decode(engine, _prompts(engine, load, 0), names, output)
-    runs = [_prefill(engine, _prompts(engine, load, seed), names) for seed in range(4)]
+        return _decode(engine, load, output)
+    runs = [_prefill(engine, _prompts(engine, load, seed), _names(load)) for seed in range(4)]
     # The first one warms up.
     return Times(*map(list, zip(*runs[1:], strict=True)))
 
@@ -193,6 +193,17 @@ def _prompts(engine: Engine, load: Load, seed: int) -> list[list[int]]:
     return rng.integers(0, engine.config.vocab_size, shape).tolist()
 
 
+def _names(load: Load) -> list[str | None]:
+    """The adapter of each request."""
+    return [str(i % load.adapters) if load.adapters else None for i in range(load.requests)]
+
+
+def decoding(engine: Engine, load: Load, output: int) -> RequestStream:
+    """The stream of a load's requests, each of so many tokens."""
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    return engine.stream(_prompts(engine, load, 0), params, _names(load))
+
+
 def _prefill(engine: Engine, prompts, names) -> tuple[float, float]:
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     steps = engine._runner.steps
@@ -202,14 +213,13 @@ def _prefill(engine: Engine, prompts, names) -> tuple[float, float]:
     return seconds, seconds - (steps.waited - waited)
 
 
-def _decode(engine: Engine, prompts, names, output: int) -> Times:
-    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+def _decode(engine: Engine, load: Load, output: int) -> Times:
     runner, begun, seen, moments = engine._runner, set(), 0, []
-    stream = engine.stream(prompts, params, names)
+    stream = decoding(engine, load, output)
     for delta in stream:
         if runner.counts["steps"] != seen:
             seen = runner.counts["steps"]
-            if len(begun) == len(prompts):
+            if len(begun) == load.requests:
                 moments.append((time.perf_counter(), runner.steps.waited, seen))
         begun.add(delta.index)
         if delta.completion is not None:

@@ -9,10 +9,18 @@ from lora_moe_jax.commands import (
     bench_mismatch,
     bench_serving,
     bench_show,
+    bench_step,
     bench_training,
 )
 
-BENCHMARKS = (bench_kernels, bench_serving, bench_training, bench_mismatch, bench_show)
+BENCHMARKS = (
+    bench_kernels,
+    bench_serving,
+    bench_step,
+    bench_training,
+    bench_mismatch,
+    bench_show,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
