@@ -69,6 +69,7 @@ def test_a_trace_without_kernels(tmp_path):
         launches_in(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_small_model(tmp_path, capsys, monkeypatch):
     """All but the kernels, which nothing sees here."""
     small_config(tmp_path)

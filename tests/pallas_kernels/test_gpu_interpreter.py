@@ -265,7 +265,11 @@ def test_experts_in_one_kernel(name):
 
 
 @pytest.mark.parametrize(
-    "dtype, corrected, adapted", [("bfloat16", False, True), ("float32", True, False)]
+    "dtype, corrected, adapted",
+    [
+        pytest.param("bfloat16", False, True, marks=pytest.mark.slow),
+        ("float32", True, False),
+    ],
 )
 def test_experts_that_their_kernel_chooses(dtype, corrected, adapted):
     """Of two tokens, one of which is padding: no expert works on it."""

@@ -67,7 +67,7 @@ def test_norms(implementation, features):
     assert_same(jax.jit(both)(part, x, more), jax.jit(both)(weight, x, more))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=pytest.mark.slow)])
 def test_rotation(implementation):
     heads, *weights = arguments(2, 1, 16, "bfloat16")
     weights, rest = weights[:2], weights[2:]
