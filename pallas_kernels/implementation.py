@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 import jax
@@ -43,6 +44,15 @@ def implementation_module(package: str, implementation: str) -> ModuleType:
     return importlib.import_module(f"{package}.{implementation}")
 
 
+def serves(check: Callable, *arguments) -> bool:
+    """Whether a module's check of the arguments has nothing to object to."""
+    try:
+        check(*arguments)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def mosaic_gpu_module(package: str, implementation: str | None, *arguments) -> ModuleType | None:
     """A package's kernels for Hopper where they are asked for, or best, and serve the arguments.
 
@@ -54,10 +64,7 @@ def mosaic_gpu_module(package: str, implementation: str | None, *arguments) -> M
     if (implementation or platform_implementation()) != "mosaic_gpu":
         return None
     module = implementation_module(package, "mosaic_gpu")
-    try:
+    if implementation is not None:
         module.check(*arguments)
-    except NotImplementedError:
-        if implementation is not None:
-            raise
-        return None
-    return module
+        return module
+    return module if serves(module.check, *arguments) else None

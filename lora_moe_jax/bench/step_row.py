@@ -14,7 +14,7 @@ class StepRow:
     """One kernel, by its name, in the decode steps of an engine.
 
     Attributes:
-      layers: of the model; fewer than it has where somebody is in a hurry.
+      layers: of the model, or of its first ones alone.
       step_ms: median time of a step, without a profiler.
       launches: in a step.
       added_us: median time from the end of the kernels before to its own end, so that waiting for
@@ -49,20 +49,18 @@ def table(rows: list[StepRow]) -> Table:
         its = [row for row in rows if _load_of(row) == load]
         shown.add_section()
         shown.add_row(f"[bold]{load}[/]", "", "", "", f"{its[0].step_ms:.3f} ms")
-        small = [row for row in its if row.share < WORTH_A_LINE]
-        for row in its:
-            if row not in small:
-                shown.add_row(
-                    row.kernel,
-                    f"{row.launches:.3g}",
-                    f"{row.added_us:.2f}",
-                    f"{row.alone_us:.2f}",
-                    f"{row.share:.1%}",
-                )
-        shares = sum(row.share for row in small)
-        shown.add_row(f"({len(small)} others)", "", "", "", f"{shares:.1%}")
-        shares += sum(row.share for row in its if row not in small)
-        shown.add_row("(none of these)", "", "", "", f"{1 - shares:.1%}")
+        large = [row for row in its if row.share >= WORTH_A_LINE]
+        for row in large:
+            shown.add_row(
+                row.kernel,
+                f"{row.launches:.3g}",
+                f"{row.added_us:.2f}",
+                f"{row.alone_us:.2f}",
+                f"{row.share:.1%}",
+            )
+        of_all, of_large = (sum(row.share for row in some) for some in (its, large))
+        shown.add_row(f"({len(its) - len(large)} others)", "", "", "", f"{of_all - of_large:.1%}")
+        shown.add_row("(no kernel)", "", "", "", f"{1 - of_all:.1%}")
     return shown
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots, classes_of, slot_counts
-from pallas_kernels.implementation import implementation_module, platform_implementation
+from pallas_kernels.implementation import implementation_module, platform_implementation, serves
 from pallas_kernels.layered import without_layers
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "mosaic_tpu")
@@ -152,13 +152,11 @@ def choose_backend(
         best = platform_implementation()
         names = general if best == "xla" else [best, *general]
     *first, last = map(_module, names)
+    call = x, w, lora, parts, out_dtype
     for backend in first:
-        try:
-            backend.check(x, w, lora, parts, out_dtype)
-        except NotImplementedError:
-            continue
-        return backend
-    last.check(x, w, lora, parts, out_dtype)
+        if serves(backend.check, *call):
+            return backend
+    last.check(*call)
     return last
 
 

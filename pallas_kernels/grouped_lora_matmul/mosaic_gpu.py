@@ -40,6 +40,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
 from pallas_kernels.grouped_lora_matmul.gpu_spread_shrink import spread_and_shrink
 from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
 from pallas_kernels.hopper.machine import runs_all_programs_at_once
+from pallas_kernels.implementation import serves
 from pallas_kernels.layered import is_layered
 from pallas_kernels.routing_plan.api import local_groups
 from pallas_kernels.top_experts import mosaic_gpu as top_experts
@@ -195,9 +196,7 @@ def routed_experts(x, logits, tokens, correction, choice, gate_up, bias, down, i
 
     None as of `experts`, of more tokens, and where the choice has no kernel for Hopper.
     """
-    try:
-        top_experts.check(logits, choice.top_k)
-    except NotImplementedError:
+    if not serves(top_experts.check, logits, choice.top_k):
         return None
     if x.shape[0] > MOST_CHOSEN or not _has_one_kernel(gate_up, into, out):
         return None

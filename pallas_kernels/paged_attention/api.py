@@ -15,6 +15,7 @@ from pallas_kernels.implementation import (
     check_known,
     implementation_module,
     platform_implementation,
+    serves,
 )
 from pallas_kernels.paged_attention import differentiable, xla
 
@@ -121,9 +122,6 @@ def _choose_backend(implementation: str | None, check: str, *arguments) -> Modul
     if name == "xla":
         return xla
     backend = implementation_module("pallas_kernels.paged_attention", name)
-    if implementation is None:
-        try:
-            getattr(backend, check)(*arguments)
-        except NotImplementedError:
-            return xla
+    if implementation is None and not serves(getattr(backend, check), *arguments):
+        return xla
     return backend

@@ -13,7 +13,11 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.head_rotation.api import rotate_and_cache
-from pallas_kernels.implementation import implementation_module, platform_implementation
+from pallas_kernels.implementation import (
+    implementation_module,
+    platform_implementation,
+    serves,
+)
 from pallas_kernels.one_kernel import kernel_or_parts
 from pallas_kernels.paged_attention.api import PageView, paged_attention
 
@@ -72,11 +76,7 @@ def _kernels(static: _Static, heads, k_pages, v_pages, view, sinks):
     if (static.implementation or platform_implementation()) != "mosaic_gpu":
         return None
     kernels = implementation_module("pallas_kernels.rotated_attention", "mosaic_gpu")
-    try:
-        kernels.check(heads, k_pages, v_pages, view)
-    except NotImplementedError:
-        return None
-    return kernels
+    return kernels if serves(kernels.check, heads, k_pages, v_pages, view) else None
 
 
 def _apart(static: _Static, heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, sinks):

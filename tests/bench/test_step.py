@@ -50,7 +50,7 @@ def test_a_table_has_what_is_large_and_the_rest():
     }
     assert shares["model, 2 layers, 1 × 512, no adapters"] == "0.020 ms"
     assert shares["product"] == "25.0%" and "tiny" not in shares
-    assert "(1 others)" in shares and float(shares["(none of these)"].rstrip("%")) == pytest.approx(
+    assert "(1 others)" in shares and float(shares["(no kernel)"].rstrip("%")) == pytest.approx(
         100 * (1 - sum(row.share for row in rows)), abs=0.1
     )
 
