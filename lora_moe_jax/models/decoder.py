@@ -97,7 +97,7 @@ class Decoder(nnx.Module):
         for run in loops(self.layers):
             if len(run) > 1:
                 kinds = [self.config.kind(number) for number in run]
-                carry, experts = loop(self.layers, run, kinds, call, carry)
+                carry, experts = loop(self.layers, run, kinds, call, carry, len(tokens))
                 choices += [] if experts is None else list(experts)
             else:
                 (number,) = run

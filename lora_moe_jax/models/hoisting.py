@@ -6,6 +6,7 @@ same rows, in many small kernels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-UNROLLED = 4  # turns; where one begins and ends is 4 % of a step of few tokens on an H200
 INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -39,17 +39,22 @@ class _Step(NamedTuple):
     outputs: list[_Value]
 
 
-def hoisted_loop(count: int, turns: Sequence[Callable], carry):
+def hoisted_loop(count: int, turns: Sequence[Callable], carry, *, written_out: int):
     """`lax.scan` of turn(first, place, carry) -> carry, result for first + place from 0 to
     count - 1, the turns one after the other, again and again.
 
     `first` is the same for several turns, which are written out: who can do with it and the place,
     a constant, needs no kernel for each sum. Not differentiable, as functions' own gradients are
     lost.
+
+    Args:
+      written_out: how many turns, at most, but for whole times all kinds of them.
     """
-    first = jnp.int32(0)
-    runs = [_hoisted(turn, first, carry) for turn in turns]
-    unrolled = -(-UNROLLED // len(runs)) * len(runs)
+    zero = jnp.int32(0)
+    runs = [_hoisted(turn, zero, carry) for turn in turns]
+    some_times = -(-count // written_out)
+    unrolled = -(-count // (some_times * len(runs))) * len(runs)
+    looped = count // unrolled * unrolled if unrolled < count else 0
 
     def some(first, carry, turns: int):
         results = []
@@ -58,18 +63,23 @@ def hoisted_loop(count: int, turns: Sequence[Callable], carry):
             results.append(result)
         return carry, jax.tree.map(lambda *its: jnp.stack(its), *results)
 
-    def body(state, _):
-        first, carry = state
-        carry, results = some(first, carry, unrolled)
-        return (first + unrolled, carry), results
+    def body(state):
+        first, carry, results = state
+        carry, found = some(first, carry, unrolled)
+        put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+        return first + unrolled, carry, jax.tree.map(put, results, found)
 
-    times, rest = divmod(count, unrolled)
-    (first, carry), results = lax.scan(body, (first, carry), length=times)
-    results = jax.tree.map(lambda its: its.reshape(times * unrolled, *its.shape[2:]), results)
-    if rest:
-        carry, last = some(first, carry, rest)
-        results = jax.tree.map(lambda *its: jnp.concatenate(its), results, last)
-    return carry, results
+    parts = []
+    if looped:
+        # Not a scan, from whose counter `first` would be computed in every turn.
+        _, shapes = jax.eval_shape(functools.partial(some, turns=looped), zero, carry)
+        state = zero, carry, jax.tree.map(lambda its: jnp.zeros(its.shape, its.dtype), shapes)
+        _, carry, results = lax.while_loop(lambda state: state[0] < looped, body, state)
+        parts.append(results)
+    if looped < count:
+        carry, results = some(jnp.int32(looped), carry, count - looped)
+        parts.append(results)
+    return carry, jax.tree.map(lambda *its: jnp.concatenate(its), *parts)
 
 
 def _hoisted(turn: Callable, first: jax.Array, carry) -> Callable:

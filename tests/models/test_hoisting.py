@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lora_moe_jax.models.hoisting import UNROLLED, hoisted_loop
+from lora_moe_jax.models.hoisting import hoisted_loop
+
+UNROLLED = 4
 
 
 @jax.custom_vjp
@@ -36,7 +38,7 @@ def turn(tokens):
 
 
 def looped(tokens, carry, count=2 * UNROLLED):
-    return hoisted_loop(count, [turn(tokens)], carry)
+    return hoisted_loop(count, [turn(tokens)], carry, written_out=UNROLLED)
 
 
 def written_out(tokens, carry, count):
@@ -65,7 +67,9 @@ def test_turns_of_several_kinds(period, count):
     turns = [
         lambda first, place, x, k=k: (x + k * jnp.sin(x), first + place) for k in range(period)
     ]
-    found, numbers = jax.jit(lambda x: hoisted_loop(count, turns, x))(jnp.ones(3))
+    found, numbers = jax.jit(lambda x: hoisted_loop(count, turns, x, written_out=UNROLLED))(
+        jnp.ones(3)
+    )
     wanted = jnp.ones(3)
     for number in range(count):
         wanted, _ = turns[number % period](0, 0, wanted)
@@ -75,9 +79,9 @@ def test_turns_of_several_kinds(period, count):
 
 def test_what_no_turn_changes_is_before_the_loop():
     jaxpr = jax.make_jaxpr(looped)(TOKENS, CARRY).jaxpr
-    (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "while"]
     outside = {eqn.primitive.name for eqn in jaxpr.eqns}
-    turns = [eqn for eqn in loop.params["jaxpr"].jaxpr.eqns if eqn.primitive.name == "jit"]
+    turns = [eqn for eqn in loop.params["body_jaxpr"].jaxpr.eqns if eqn.primitive.name == "jit"]
     functions = {id(eqn.params["jaxpr"].jaxpr) for eqn in turns}
     assert len(turns) == UNROLLED and len(functions) == 1  # which is lowered once
     inside = {eqn.primitive.name for eqn in turns[0].params["jaxpr"].jaxpr.eqns}
@@ -90,10 +94,10 @@ def test_what_no_turn_changes_is_before_the_loop():
 def test_a_loop_within_a_loop():
     def outer(tokens):
         def one(first, place, x):
-            (x, _), _ = hoisted_loop(2, [turn(tokens + first + place)], (x, x))
+            (x, _), _ = hoisted_loop(2, [turn(tokens + first + place)], (x, x), written_out=2)
             return x, None
 
-        return hoisted_loop(2, [one], jnp.ones(3))[0]
+        return hoisted_loop(2, [one], jnp.ones(3), written_out=1)[0]
 
     wanted = jnp.ones(3)
     for i in range(2):
