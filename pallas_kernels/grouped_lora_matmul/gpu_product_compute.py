@@ -105,32 +105,40 @@ class ProductConsumer:
         is_mixed = self.feed.is_mixed(tile)
         blocks_of_a = layout.blocks_of_a if inner else 0
 
-        def k_loop(*accumulators):
+        def compute(*accumulators):
             sums, of_a = accumulators[:blocks], accumulators[blocks:]
 
-            def k_step(k, step):
-                stage = self.stages.stage_of(step)
-                plgpu.barrier_wait(self.stages.full.at[stage])
-                for part in range(s.depth):
-                    rows = self.stages.x_block(stage, k, part, height).T
-                    for i, accumulator in enumerate(sums):
-                        features = self.stages.w_block(stage, part, self.block_of(i))
-                        if layout.contract == 1:
-                            features = features.T
-                        plgpu.wgmma(accumulator, features, rows)
-                    for accumulator in of_a:
-                        plgpu.wgmma(accumulator, self.stages.a_block(stage, part), rows)
-                # All but the products just issued have ended: the stage before is free.
-                plgpu.wgmma_wait(s.depth * len(accumulators))
+            def k_loop(of_a, step):
+                def k_step(k, step):
+                    stage = self.stages.stage_of(step)
+                    plgpu.barrier_wait(self.stages.full.at[stage])
+                    for part in range(s.depth):
+                        rows = self.stages.x_block(stage, k, part, height).T
+                        for i, accumulator in enumerate(sums):
+                            features = self.stages.w_block(stage, part, self.block_of(i))
+                            if layout.contract == 1:
+                                features = features.T
+                            plgpu.wgmma(accumulator, features, rows)
+                        for accumulator in of_a:
+                            plgpu.wgmma(accumulator, self.stages.a_block(stage, part), rows)
+                    # All but the products just issued have ended: the stage before is free.
+                    plgpu.wgmma_wait(s.depth * (len(sums) + len(of_a)))
 
-                @pl.when(k > 0)
-                def _release():
-                    self.stages.release(step + (s.stages - 1))
+                    @pl.when(k > 0)
+                    def _release():
+                        self.stages.release(step + (s.stages - 1))
 
-                return step + 1
+                    return step + 1
 
-            end = lax.fori_loop(0, tile.k_steps, k_step, step)
-            plgpu.wgmma_wait(0)
+                end = lax.fori_loop(0, tile.k_steps, k_step, step)
+                plgpu.wgmma_wait(0)
+                return end
+
+            without_a = functools.partial(k_loop, ())
+            if of_a:
+                end = lax.cond(slot >= 0, functools.partial(k_loop, of_a), without_a, step)
+            else:
+                end = without_a(step)
 
             @pl.when(tile.k_steps > 0)
             def _release():
@@ -152,7 +160,7 @@ class ProductConsumer:
             return totals, end
 
         count = blocks + blocks_of_a
-        sums, end = pl.run_scoped(k_loop, *[plgpu.ACC((64, height)) for _ in range(count)])
+        sums, end = pl.run_scoped(compute, *[plgpu.ACC((64, height)) for _ in range(count)])
 
         def cut(total, piece):
             if piece.start < height:
