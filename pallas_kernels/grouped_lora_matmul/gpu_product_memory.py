@@ -114,8 +114,10 @@ class ProductMemory:
                 load(load_w, begin=0, end=begin)
                 self.wait_for_x(tile, is_first)
                 load_words()
+                # Before anything waits for whose A it is.
+                load(*load_x, begin=0, end=begin, acquire=False)
                 its_a = load_a(self.feed.placed(tile))
-                load(*load_x, *its_a, begin=0, end=begin, acquire=False)
+                load(*its_a, begin=0, end=begin, acquire=False)
             else:
                 its_a = load_a(tile)
                 load(load_w, *its_a, begin=0, end=begin)
@@ -149,6 +151,8 @@ class ProductMemory:
           acquire: False for stages that are theirs already.
         """
         depth = self.schedule.depth
+        if not loads:
+            return
 
         def for_steps(load_block):
             def k_step(k, step):

@@ -4,8 +4,9 @@ From JAX 0.12 on CUDA graphs have Mosaic's kernels as nodes of their own, whose 
 then a kernel of a graph waits as a whole.
 
 The rule for all kernels: every thread waits before it reads what other kernels write, and before it
-stores; and only then may the next kernel begin. So what a kernel reads before it waits must not be
-written by the kernel right before it: weights, and the number of a layer that others read before.
+stores; and only then may the next kernel begin, or, of a small kernel, at once: the one before it
+may run still when the next one begins. So what a kernel reads before it waits must not be written
+by the two right before it: weights, and the number of a layer that others read before.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ def begins_early(rows: int) -> bool:
     return implementation.DEPENDENT_LAUNCH and rows <= MOST_ROWS
 
 
-def wait_for_kernels_before(rows: int):
+def wait_for_kernels_before(rows: int, *, small: bool = False):
     """Waits until what the kernels before have stored is there, then lets the next one begin.
 
-    To be called once by each warpgroup.
+    To be called once by each warpgroup. `small`: the next one begins first, and has its weights on
+    their way for as long as this one waits; of two kernels in a row one may be small.
     """
-    if begins_early(rows):
-        plgpu.griddepcontrol_wait()
+    if not begins_early(rows):
+        return
+    if small:
+        plgpu.griddepcontrol_launch_dependents()
+    plgpu.griddepcontrol_wait()
+    if not small:
         plgpu.griddepcontrol_launch_dependents()

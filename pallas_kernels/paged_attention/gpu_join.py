@@ -87,7 +87,7 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
     *sinks, y = refs
     s, columns = sizes, y.shape[-1]
     token, head = lax.axis_index("token"), lax.axis_index("head")
-    wait_for_kernels_before(sizes.tokens)
+    wait_for_kernels_before(sizes.tokens, small=True)
     part, member = lax.div(head, jnp.int32(s.group)), lax.rem(head, jnp.int32(s.group))
     first, position = first_of_tile[token], positions[token]
     inside = (token - first) * s.group + member
