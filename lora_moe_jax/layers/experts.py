@@ -81,6 +81,7 @@ class Experts(nnx.Module):
         router: Router,
         token_slots: Int[Array, " tokens"],
         valid: Bool[Array, " tokens"] | None,
+        residual: Float[Array, "tokens hidden"] | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The sum, experts and weights of `routed_mlp`: all experts are on this device."""
         weights_of_layer, options = self._weights()
@@ -94,6 +95,7 @@ class Experts(nnx.Module):
             scoring=router.scoring,
             correction=router.correction,
             valid=valid,
+            residual=residual,
         )
 
     def _weights(self) -> tuple[tuple, dict]:
@@ -138,22 +140,27 @@ class MoeMlp(nnx.Module):
         valid: Bool[Array, " tokens"] | None,
     ) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens choices"]]:
         """y, and the experts of each token, the one it likes best first."""
-        return self._of_logits(x, self.gate.logits(x, token_slots), token_slots, valid)
+        return self._of_logits(x, self.gate.logits(x, token_slots), token_slots, valid, None)
 
     def of_unnormed(
         self,
         rows: Unnormed,
         token_slots: Int[Array, " tokens"],
         valid: Bool[Array, " tokens"] | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The rows' sum, and y and experts of that normed."""
+    ) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens choices"]]:
+        """The rows' sum + y of that normed, and the experts."""
         total, x, logits = self.gate.of_unnormed(rows, token_slots)
-        return total, *self._of_logits(x, logits, token_slots, valid)
+        return self._of_logits(x, logits, token_slots, valid, total)
 
-    def _of_logits(self, x, logits, token_slots, valid):
+    def _of_logits(self, x, logits, token_slots, valid, residual):
+        """y, or residual + y, and the experts."""
+        rest = self.expert_axis, self.width_axis, self.experts.down_bias, self.shared_experts
+        at_once = residual if all(its is None for its in rest) else None
         if self.expert_axis is None and self.gate.config.group_score == "none":
-            of_tokens = self.gate, token_slots, valid
+            of_tokens = self.gate, token_slots, valid, at_once
             routed, experts, weights = self.experts.chosen(x, logits, *of_tokens)
+            if at_once is not None:
+                return routed, experts
         else:
             experts, weights = self.gate.choose(logits)
             first = self.axes.index(self.expert_axis) * self.experts.down_proj[...].shape[0]
@@ -165,4 +172,4 @@ class MoeMlp(nnx.Module):
         y = rounded(y, x.dtype)
         if self.shared_experts is not None:
             y = added(y, self.shared_experts(x, token_slots))
-        return y, experts
+        return y if residual is None else added(residual, y), experts

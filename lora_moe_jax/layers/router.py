@@ -13,6 +13,7 @@ from lora_moe_jax.layers.build import Build
 from lora_moe_jax.layers.linear import Linear
 from lora_moe_jax.layers.norm import Unnormed
 from pallas_kernels import Scoring, top_experts
+from pallas_kernels.rounded import rounded
 from pallas_kernels.top_experts.xla import score, weights_of
 
 
@@ -72,7 +73,7 @@ class Router(nnx.Module):
     ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
         choose = top_experts if self.config.group_score == "none" else self._of_best_groups
         experts, weights = choose(logits, self.correction, self.config.top_k, self.scoring)
-        return experts, weights.astype(logits.dtype)
+        return experts, rounded(weights, logits.dtype)
 
     def _of_best_groups(self, logits, bias, top_k: int, scoring: Scoring):
         scores = score(logits, scoring)

@@ -42,8 +42,8 @@ class DecoderLayer(nnx.Module):
         attended, cache = self.self_attn(rows, view.positions, token_slots, cache)
         rows = Unnormed(x, attended, self.post_attention_layernorm)
         if isinstance(self.mlp, MoeMlp):
-            x, y, experts = self.mlp.of_unnormed(rows, token_slots, view.request >= 0)
-            return x + y, cache, experts
+            x, experts = self.mlp.of_unnormed(rows, token_slots, view.request >= 0)
+            return x, cache, experts
         x, y = self.mlp.of_unnormed(rows, token_slots)
         return x + y, cache, None
 

@@ -54,6 +54,10 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
         correction [E] or None, and choice (top_k, scoring); rows are in order of the choices.
         tokens is int32 [T]: the slot of each + 1, or -1 where no expert works on it. Bits are those
         of `top_experts` and `experts`.
+    add_choices(residual, rows, weights, dtype) -> [T, H], or None
+        residual [T, H] + the sum of each token's rows [T * choices, H], in order of choices, times
+        weights float32 [T, choices], rounded to a dtype; only of a backend that has
+        `routed_experts`. Bits are those of `routing_plan.combine`, rounded, and the addition.
     outer(lefts, right, spans, tables, first, shape, dtype) -> [*shape, rank, width] of each
         lefts are (u, rank) pairs: u as `shrink` returns it, and how many of its columns count;
         each has a span (start, width).

@@ -42,6 +42,7 @@ from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
 from pallas_kernels.hopper.machine import runs_all_programs_at_once
 from pallas_kernels.implementation import serves
 from pallas_kernels.layered import is_layered
+from pallas_kernels.routing_plan import gpu_combine
 from pallas_kernels.routing_plan.api import local_groups
 from pallas_kernels.top_experts import mosaic_gpu as top_experts
 
@@ -203,6 +204,11 @@ def routed_experts(x, logits, tokens, correction, choice, gate_up, bias, down, i
     chosen_by = Logits(logits, tokens, correction, *choice)
     tables = gpu_rows.chosen(tokens, choice.top_k)
     return _experts_of_rows(x, gate_up, bias, down, tables, into, out, gate, chosen_by)
+
+
+def add_choices(residual, rows, weights, dtype):
+    """See `differentiable.py` and `gpu_combine`."""
+    return gpu_combine.add_choices(residual, rows, weights, dtype)
 
 
 def _has_one_kernel(gate_up, into, out) -> bool:

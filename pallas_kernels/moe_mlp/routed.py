@@ -24,6 +24,7 @@ from pallas_kernels.grouped_lora_matmul.lora import (
 )
 from pallas_kernels.moe_mlp.api import backend_of, moe_mlp
 from pallas_kernels.one_kernel import kernel_or_parts
+from pallas_kernels.rounded import added, rounded
 from pallas_kernels.routing_plan.api import combine
 from pallas_kernels.top_experts.api import top_experts
 from pallas_kernels.top_experts.xla import Scoring
@@ -60,6 +61,7 @@ def routed_mlp(
     gate_up_bias: Float[Array, "experts twice_width"] | None = None,
     gate: Gate | None = None,
     valid: Bool[Array, " tokens"] | None = None,
+    residual: Float[Array, "tokens hidden"] | None = None,
     implementation: str | None = None,
 ) -> tuple[
     Float[Array, "tokens hidden"], Int[Array, "tokens choices"], Float[Array, "tokens choices"]
@@ -68,12 +70,13 @@ def routed_mlp(
 
     Args:
       logits: see `top_experts`, and there `top_k` and `scoring`. correction: its bias.
+      residual: what y is added to, in x's dtype.
       implementation: of `moe_mlp`; experts are chosen by what serves the platform best.
       The others: see `moe_mlp`.
 
     Returns:
-      y `[T, H]` of `moe_mlp`, and the experts and weights of `top_experts`, these in the dtype of
-      the logits.
+      y `[T, H]` of `moe_mlp`, or its sum with the residual, in x's dtype and rounded to it before
+      and after; and the experts and weights of `top_experts`, these in the dtype of the logits.
 
     Raises:
       ValueError, NotImplementedError: see `moe_mlp`.
@@ -88,16 +91,27 @@ def routed_mlp(
     backend = backend_of(implementation, x, chosen, token_slots, *layer)
     gate, choice = gate or Gate(), _Choice(top_k, scoring)
     apart = functools.partial(_apart, implementation, gate, choice)
-    arguments = x, logits, correction, token_slots, valid, layer
+    arguments = x, logits, correction, token_slots, valid, residual, layer
     if chosen.size > backend.ROUTED_AT_ONCE:
         return apart(*arguments)
     kernel = functools.partial(_in_one_kernel, backend, gate, choice)
     return kernel_or_parts(kernel, apart, *arguments)
 
 
-def _apart(implementation, gate, choice, x, logits, correction, token_slots, valid, layer: _Layer):
+def _apart(
+    implementation,
+    gate,
+    choice,
+    x,
+    logits,
+    correction,
+    token_slots,
+    valid,
+    residual,
+    layer: _Layer,
+):
     experts, weights = top_experts(logits, correction, *choice)
-    weights = weights.astype(logits.dtype)
+    weights = rounded(weights, logits.dtype)
     y = moe_mlp(
         x,
         experts,
@@ -112,10 +126,16 @@ def _apart(implementation, gate, choice, x, logits, correction, token_slots, val
         valid=valid,
         implementation=implementation,
     )
-    return y, experts, weights
+    return _with_residual(y, residual), experts, weights
 
 
-def _in_one_kernel(backend, gate, choice, x, logits, correction, token_slots, valid, layer: _Layer):
+def _with_residual(y, residual):
+    return y if residual is None else added(residual, rounded(y, residual.dtype))
+
+
+def _in_one_kernel(
+    backend, gate, choice, x, logits, correction, token_slots, valid, residual, layer: _Layer
+):
     """None if the backend has no kernel for it."""
     layer = _Layer(*in_backend_form(backend, tuple(layer)))
     has_slots = any(map(slot_counts, (*layer.into, layer.lora_down)))
@@ -128,7 +148,11 @@ def _in_one_kernel(backend, gate, choice, x, logits, correction, token_slots, va
     found = backend.routed_experts(x, logits, tokens, correction, choice, *experts_of)
     if found is None:
         return None
-    rows, experts, weights = found
-    weights = weights.astype(logits.dtype)
+    rows, experts, chosen = found
+    weights = rounded(chosen, logits.dtype)
+    if residual is not None:
+        y = backend.add_choices(residual, rows, chosen, logits.dtype)
+        if y is not None:
+            return y, experts, weights
     position = jnp.asarray(np.arange(experts.size, dtype=np.int32).reshape(experts.shape))
-    return combine(rows, position, weights), experts, weights
+    return _with_residual(combine(rows, position, weights), residual), experts, weights

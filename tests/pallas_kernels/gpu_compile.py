@@ -65,6 +65,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     )
     from pallas_kernels.paged_attention.gpu_gradients_kv import key_gradients
     from pallas_kernels.paged_attention.gpu_gradients_q import query_gradients
+    from pallas_kernels.routing_plan.gpu_combine import COLUMNS
     from tests.pallas_kernels.product_cases import has_bias, layer_products
 
     def array(*sizes, dtype=jnp.bfloat16):
@@ -220,6 +221,11 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "routed experts of one token", routed, (*token, *weights, *pairs)
     token = array(1, hidden), array(1, groups)
     yield "routed experts without adapters", routed, (*token, *weights)
+    if hidden % COLUMNS == 0:
+        weights_of_choices = array(1, shape.top_k, dtype=jnp.float32)
+        chosen = array(1, hidden), array(shape.top_k, hidden), weights_of_choices
+        add = functools.partial(mosaic_gpu.add_choices, dtype=jnp.bfloat16)
+        yield "sum of choices", add, chosen
     few = min(tokens, FEW)
     arguments = array(few * shape.top_k, hidden), *weights, tables_of(few)
     yield "experts of few tokens without adapters", experts, arguments

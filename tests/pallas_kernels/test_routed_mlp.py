@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import Gate, Lora, Scoring, moe_mlp, routed_mlp, top_experts
 from pallas_kernels.implementation import platform_implementation
+from pallas_kernels.rounded import added, rounded
 from tests.pallas_kernels.cases import assert_same
 
 EXPERTS, SLOTS, HIDDEN, WIDTH = 32, 3, 256, 128  # served by every kernel
@@ -50,11 +51,14 @@ def arguments(dtype, tokens, rank=4, slots=SLOTS, logits_dtype=None, biased=Fals
     return call
 
 
-def parts(*, logits, correction=None, top_k, scoring, **others):
+def parts(*, logits, correction=None, top_k, scoring, residual=None, **others):
     """The definition."""
     experts, weights = top_experts(logits, correction, top_k, scoring)
-    weights = weights.astype(logits.dtype)
-    return moe_mlp(experts=experts, weights=weights, **others), experts, weights
+    weights = rounded(weights, logits.dtype)
+    y = moe_mlp(experts=experts, weights=weights, **others)
+    if residual is not None:
+        y = added(residual, rounded(y, residual.dtype))
+    return y, experts, weights
 
 
 @functools.cache
@@ -87,6 +91,17 @@ def check(call, **options):
 def test_equals_its_parts(tokens, rank, implementation, dtype):
     """Of so few rows that one kernel has all of it, of some, and of more."""
     check(arguments(dtype, tokens, rank), implementation=implementation)
+
+
+@pytest.mark.parametrize("tokens", [1, pytest.param(9, marks=pytest.mark.slow)])
+def test_with_a_residual(tokens, implementation, dtype):
+    call = arguments(dtype, tokens)
+    residual = np.random.default_rng(3).standard_normal((tokens, HIDDEN)).astype(dtype)
+    found, *_ = check(call | {"residual": residual}, implementation=implementation)
+    assert found.dtype == dtype
+    alone, *_ = check(call, implementation=implementation)
+    expected = residual.astype(np.float32) + alone.astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(found, expected.astype(dtype))
 
 
 @pytest.mark.slow
