@@ -52,8 +52,8 @@ def hoisted_loop(count: int, turns: Sequence[Callable], carry, *, written_out: i
     """
     zero = jnp.int32(0)
     runs = [_hoisted(turn, zero, carry) for turn in turns]
-    some_times = -(-count // written_out)
-    unrolled = -(-count // (some_times * len(runs))) * len(runs)
+    times = -(-count // written_out)
+    unrolled = -(-count // (times * len(runs))) * len(runs)
     looped = count // unrolled * unrolled if unrolled < count else 0
 
     def some(first, carry, turns: int):

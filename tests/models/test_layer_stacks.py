@@ -18,7 +18,7 @@ from lora_moe_jax.checkpoint.reader import Checkpoint
 from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.layers.cache import LayerCache
-from lora_moe_jax.models import build
+from lora_moe_jax.models import build, layer_loop
 from lora_moe_jax.models.build import abstract_model, load_model, projections, random_model
 from lora_moe_jax.models.layer_loop import loops
 from lora_moe_jax.models.layer_stacks import layer_runs, place
@@ -35,6 +35,12 @@ TOKENS = jnp.array([3, 1, 4, 1, 5])
 @pytest.fixture
 def stacked(monkeypatch):
     monkeypatch.setattr(build, "stacks_layers", lambda dtype: True)
+
+
+@pytest.fixture
+def looped(monkeypatch):
+    """Small models have loops too."""
+    monkeypatch.setattr(layer_loop, "WRITTEN_OUT", 1)
 
 
 def load(family: str, slots: SlotConfig | None = None, mesh: Mesh | None = None):
@@ -55,10 +61,16 @@ def hidden(model):
     return found, cache.first, cache.second, choices
 
 
+def of(model):
+    """That of a model; as arguments of a function the parts of a stack would be arrays of their
+    own. A new one, which nobody has traced yet."""
+    return functools.partial(hidden, model)
+
+
 def count_loops(function) -> int:
     """Of layers: others are inside of functions that these call."""
     eqns = jax.make_jaxpr(function)().jaxpr.eqns
-    return sum(eqn.primitive.name == "scan" for eqn in eqns)
+    return sum(eqn.primitive.name == "while" for eqn in eqns)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +81,8 @@ def count_loops(function) -> int:
         *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES),
     ],
 )
-def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
+def test_a_loop_computes_what_layers_written_out_do(family, request):
+    """The same bits, but for what XLA for CPUs compiles otherwise in a loop of several turns."""
     apart = load(family)
     request.getfixturevalue("stacked")
     together = load(family)
@@ -79,15 +92,14 @@ def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
     ]
     # No two layers of the small Qwen3-MoE that follow each other are alike.
     assert (max(map(len, runs)) > 1) == (family != "qwen3_moe")
-    # As arguments of a function the parts of a stack would be arrays of their own.
-    functions = [functools.partial(hidden, model) for model in (together, apart)]
-    assert [count_loops(function) for function in functions] == [
-        sum(len(run) > 1 for run in runs),
-        0,
-    ]
-    found, wanted = (jax.tree.leaves(jax.jit(function)()) for function in functions)
+    found, wanted = (jax.tree.leaves(jax.jit(of(model))()) for model in (together, apart))
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+    request.getfixturevalue("looped")
+    for one, other in zip(jax.tree.leaves(jax.jit(of(together))()), wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert count_loops(of(together)) == sum(len(run) > 1 for run in runs)
+    assert count_loops(of(apart)) == 0
     for one, other in zip(
         jax.tree.leaves(nnx.state(together), is_leaf=is_layered),
         jax.tree.leaves(nnx.state(apart)),
@@ -96,9 +108,20 @@ def test_a_loop_computes_the_bits_of_layers_written_out(family, request):
         np.testing.assert_array_equal(one, other)
 
 
+def test_on_a_gpu_few_tokens_have_no_loop(stacked, looped, monkeypatch):
+    model = load("deepseek_v3")
+    monkeypatch.setattr(layer_loop, "platform_implementation", lambda: "mosaic_gpu")
+    assert count_loops(of(model)) == 0
+    monkeypatch.setattr(layer_loop, "FEW", len(TOKENS) - 1)
+    assert count_loops(of(model)) == 1
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("windows", [(2, None) * 5, (None, 2, 3) * 3, (None, None, 2, 2, 2)])
-def test_a_loop_of_layers_of_several_windows(windows, request):
+@pytest.mark.parametrize(
+    "windows, loop_count",
+    [((2, None) * 5, 1), ((None, 2, 3) * 3, 1), ((None, None, 2, 2, 2), 0)],
+)
+def test_a_loop_of_layers_of_several_windows(windows, loop_count, looped, request):
     """Those that take turns, and those that do not."""
     config = read_config(GOLDEN / "qwen3/base")
     config = dataclasses.replace(config, num_layers=len(windows), windows=windows)
@@ -107,8 +130,8 @@ def test_a_loop_of_layers_of_several_windows(windows, request):
     request.getfixturevalue("stacked")
     together = random_model(config, dtype="float32")
     assert loops(together.layers) == [range(len(windows))]
-    functions = [functools.partial(hidden, model) for model in (together, apart, full)]
-    assert [count_loops(function) for function in functions] == [1, 0, 0]
+    functions = [of(model) for model in (together, apart, full)]
+    assert [count_loops(function) for function in functions] == [loop_count, 0, 0]
     found, wanted, other = (jax.tree.leaves(jax.jit(function)()) for function in functions)
     for one, its in zip(found, wanted, strict=True):
         # XLA for CPUs compiles what is inside a loop of two turns otherwise than what is outside.

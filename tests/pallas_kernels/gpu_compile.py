@@ -221,11 +221,12 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "routed experts of one token", routed, (*token, *weights, *pairs)
     token = array(1, hidden), array(1, groups)
     yield "routed experts without adapters", routed, (*token, *weights)
-    if hidden % COLUMNS == 0:
-        weights_of_choices = array(1, shape.top_k, dtype=jnp.float32)
-        chosen = array(1, hidden), array(shape.top_k, hidden), weights_of_choices
-        add = functools.partial(mosaic_gpu.add_choices, dtype=jnp.bfloat16)
-        yield "sum of choices", add, chosen
+    some = array(min(tokens, FEW), hidden), array(min(tokens, FEW), groups)
+    yield "routed experts of few tokens", routed, (*some, *weights)
+    columns = hidden // COLUMNS * COLUMNS  # others have no kernel
+    chosen = array(1, columns), array(shape.top_k, columns)
+    add = functools.partial(mosaic_gpu.add_choices, dtype=jnp.bfloat16)
+    yield "sum of choices", add, (*chosen, array(1, shape.top_k, dtype=jnp.float32))
     few = min(tokens, FEW)
     arguments = array(few * shape.top_k, hidden), *weights, tables_of(few)
     yield "experts of few tokens without adapters", experts, arguments
