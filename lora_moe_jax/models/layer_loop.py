@@ -16,10 +16,11 @@ from lora_moe_jax.models.hoisting import hoisted_loop
 from pallas_kernels.implementation import platform_implementation
 from pallas_kernels.layered import Layered, is_layered
 
-WRITTEN_OUT = 4  # layers of a turn
-# Where a turn begins and ends takes a GPU 7 us, and a layer of few tokens 50. More layers take
-# longer to compile.
-FEW, WRITTEN_OUT_OF_FEW = 8, 48
+WRITTEN_OUT = 4  # layers of a turn, at most
+# Where a turn begins and ends takes a GPU 7 us, and a layer of few tokens 50. With all layers in
+# one turn nothing is gained any more, and there is no loop: their graph is one with the step's
+# inputs, which move, and the host asks every kernel of it again (JAX 0.11.2: 0.7 to 1.9 ms).
+FEW, WRITTEN_OUT_OF_FEW = 8, 24
 
 
 def loops(layers: Sequence[nnx.Module], of: type[nnx.Variable] = nnx.Variable) -> list[range]:
@@ -75,9 +76,14 @@ def loop(
     first = jax.tree.leaves(nnx.state(layers[run.start]), is_leaf=is_layered)
     begin = first[0].number
     turns = [turn_like(layers[number]) for number in run[: _period(kinds)]]
-    few = tokens <= FEW and platform_implementation() == "mosaic_gpu"
-    written_out = WRITTEN_OUT_OF_FEW if few else WRITTEN_OUT
-    return hoisted_loop(len(run), turns, carry, written_out=written_out)
+    return hoisted_loop(len(run), turns, carry, written_out=_written_out(len(run), tokens))
+
+
+def _written_out(layers: int, tokens: int) -> int:
+    """Of so many layers, how many a turn has at most."""
+    if tokens > FEW or platform_implementation() != "mosaic_gpu":
+        return WRITTEN_OUT
+    return min(WRITTEN_OUT_OF_FEW, -(-layers // 2))
 
 
 def _period(kinds: Sequence[Hashable]) -> int:

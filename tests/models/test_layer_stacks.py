@@ -108,12 +108,11 @@ def test_a_loop_computes_what_layers_written_out_do(family, request):
         np.testing.assert_array_equal(one, other)
 
 
-def test_on_a_gpu_few_tokens_have_no_loop(stacked, looped, monkeypatch):
-    model = load("deepseek_v3")
+@pytest.mark.parametrize("layers, tokens, expected", [(48, 1, 24), (25, 8, 13), (48, 9, 4)])
+def test_on_a_gpu_layers_of_few_tokens_have_two_turns(layers, tokens, expected, monkeypatch):
+    assert layer_loop._written_out(layers, tokens) == 4
     monkeypatch.setattr(layer_loop, "platform_implementation", lambda: "mosaic_gpu")
-    assert count_loops(of(model)) == 0
-    monkeypatch.setattr(layer_loop, "FEW", len(TOKENS) - 1)
-    assert count_loops(of(model)) == 1
+    assert layer_loop._written_out(layers, tokens) == expected
 
 
 @pytest.mark.slow
