@@ -39,11 +39,11 @@ class Mlp(nnx.Module):
 
     def of_unnormed(
         self, rows: Unnormed, token_slots: Int[Array, " tokens"]
-    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
-        """The rows' sum, and the MLP of that normed."""
+    ) -> Float[Array, "tokens hidden"]:
+        """The rows' sum + the MLP of that normed."""
         weights, options = self._gate_up(token_slots)
         total, _, hidden = rows.product(*weights, **options)
-        return total, self.down_proj(hidden, token_slots)
+        return total + self.down_proj(hidden, token_slots)
 
     def _gate_up(self, token_slots) -> tuple[tuple, dict]:
         """Arguments of `lora_matmul`, by place and by name."""

@@ -44,8 +44,7 @@ class DecoderLayer(nnx.Module):
         if isinstance(self.mlp, MoeMlp):
             x, experts = self.mlp.of_unnormed(rows, token_slots, view.request >= 0)
             return x, cache, experts
-        x, y = self.mlp.of_unnormed(rows, token_slots)
-        return x + y, cache, None
+        return self.mlp.of_unnormed(rows, token_slots), cache, None
 
 
 class Decoder(nnx.Module):

@@ -86,6 +86,11 @@ def routed_mlp(
             f"logits must be [{x.shape[0]}, {gate_up.shape[0]}], of each token and expert, "
             f"got {list(logits.shape)}"
         )
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"residual must be {x.dtype}{list(x.shape)}, as x is, "
+            f"got {residual.dtype}{list(residual.shape)}"
+        )
     layer = _Layer(gate_up, gate_up_bias, down, (lora_gate, lora_up), lora_down)
     chosen = jax.ShapeDtypeStruct((x.shape[0], top_k), jnp.int32)
     backend = backend_of(implementation, x, chosen, token_slots, *layer)

@@ -35,6 +35,11 @@ def rows_of_heads(s: Sizes) -> int:
     return -(-s.group // 8) * 8
 
 
+def rows_of_block(block, heads: int):
+    """Of a tile of 64 rows (block, head)."""
+    return pl.ds(block * MOST_HEADS, heads)
+
+
 class Shared(NamedTuple):
     """Shared memory between the steps of a split.
 
@@ -67,9 +72,6 @@ class Shared(NamedTuple):
         """To be called once, by the warpgroup that makes the sums."""
         nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), OF_ROWS)
         self.maxima.at[pl.ds(0, ROWS)][...] = nothing
-
-    def rows_of(self, block, heads: int):
-        return pl.ds(block * MOST_HEADS, heads)
 
 
 class Sums(NamedTuple):
@@ -129,7 +131,7 @@ def _score(s: Sizes, token: Token, split, count, queries, keys: Blocks, shared: 
         visible = row <= token.last_seen(split, block)
         scores = scores * (s.scale * math.log2(math.e))
         scores = jnp.where(visible, scores, jnp.full_like(scores, -jnp.inf))
-        target = shared.scores.at[shared.rows_of(block, heads), pl.ds(0, BLOCK)]
+        target = shared.scores.at[rows_of_block(block, heads), pl.ds(0, BLOCK)]
         _store_turned(target, scores)
         return carry
 
@@ -162,7 +164,7 @@ def _add_values(s: Sizes, token: Token, split, count, values: Blocks, shared: Sh
     heads = rows_of_heads(s)
 
     def of_block(number, block):
-        its = shared.numbers.at[number, shared.rows_of(block, heads)]
+        its = shared.numbers.at[number, rows_of_block(block, heads)]
         return plgpu.load(its, layout=OF_HEADS, optimized=False)
 
     def add_block(block, state):
@@ -174,7 +176,7 @@ def _add_values(s: Sizes, token: Token, split, count, values: Blocks, shared: Sh
         sums = [its * lax.broadcast_in_dim(factor, its.shape, [1]) for its in sums]
 
         def add(accumulators):
-            weights = shared.weights.at[shared.rows_of(block, heads)].T
+            weights = shared.weights.at[rows_of_block(block, heads)].T
             for line, accumulator in enumerate(accumulators):
                 columns = values.stage.at[block, :, pl.ds(line * LINE, LINE)].T
                 plgpu.wgmma(accumulator, columns, weights)

@@ -157,6 +157,13 @@ def test_logits_are_of_each_token_and_expert():
             routed_mlp(**call | {"logits": np.zeros(shape, np.float32)}, top_k=4, scoring=QWEN3)
 
 
+def test_a_residual_is_like_x():
+    call = arguments(np.dtype("float32"), 2)
+    for wrong in (call["x"][:1], call["x"].astype(np.float16)):
+        with pytest.raises(ValueError, match=r"residual must be float32\[2, 256\].*got float"):
+            routed_mlp(**call, residual=wrong, top_k=4, scoring=QWEN3)
+
+
 @pytest.mark.gpu
 def test_on_hopper_one_token_is_one_kernel(dtype):
     if platform_implementation() != "mosaic_gpu":
