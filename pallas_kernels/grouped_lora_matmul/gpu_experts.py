@@ -256,8 +256,9 @@ def _body(
 ):
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     first, words = layouts[0], given.words
-    wait_for_kernels_before(first.rows)
-    if choice_layout:
+    if not choice_layout:
+        wait_for_kernels_before(first.rows)
+    else:
         *u, experts, weights = u
         arrays = given.logits, given.tokens, given.correction, experts, weights
         choice = ChosenRows(choice_layout, program, arrays, **choice)
@@ -288,7 +289,7 @@ def _body(
     @pl.when(warpgroup == 0)
     def _compute():
         if choice:
-            choice.make()
+            choice.make(program)
         steps = into.compute(jnp.int32(0), h_made.say)
         out.compute(steps, None)
         # Read is enough: the kernel's end makes what was stored visible.

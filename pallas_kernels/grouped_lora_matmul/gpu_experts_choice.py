@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_rows import place_of
+from pallas_kernels.hopper.dependent_launch import begins_early, wait_for_kernels_before
+from pallas_kernels.hopper.rehearsal import rehearsed
 from pallas_kernels.top_experts.mosaic_gpu import Choice, load_numbers
 from pallas_kernels.top_experts.xla import Scoring
 
@@ -57,22 +59,30 @@ class ChosenRows:
         self.logits, self.tokens, self.correction, self.experts, self.weights = arrays
         self.words, self.scores, self.chosen = words, scores, chosen
 
-    def make(self):
-        """For the warpgroup that multiplies."""
-        slots = [self.tokens[token] - 1 for token in range(self.layout.tokens)]
+    def make(self, program):
+        """For the warpgroup that multiplies, which waits for the kernels before."""
+        tokens = self.layout.tokens
         bias = None if self.correction is None else load_numbers(self.correction)
-        for token, slot in enumerate(slots):
-            self._choose(token, slot, bias)
+
+        def choose(token, is_real):
+            pl.when(token == 0)(lambda: wait_for_kernels_before(tokens))
+            self._choose(jnp.maximum(token, 0), bias, is_real)
+
+        rehearsed(begins_early(tokens), tokens, program, choose)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.chosen)
 
     def wait(self):
         """For the warpgroup that loads."""
+        wait_for_kernels_before(self.layout.tokens)
         plgpu.barrier_wait(self.chosen)
 
-    def _choose(self, token: int, slot, bias):
+    def _choose(self, token, bias, is_real):
         layout, first = self.layout, token * self.layout.top_k
-        choose = Choice(self.logits.at[token], bias, layout.top_k, layout.scoring)
+        logits = self.logits.at[token]
+        choose = Choice(logits, bias, layout.top_k, layout.scoring, is_real=is_real)
+        slot = self.tokens[token] - 1
+        stores = self.stores & is_real
 
         def remember(place, expert, score):
             # -2 of a token that no expert works on.
@@ -80,13 +90,13 @@ class ChosenRows:
             self.words[first + place] = place_of(group, slot, layout.experts)
             self.scores[first + place] = score
 
-            @pl.when(self.stores)
+            @pl.when(stores)
             def _store():
                 self.experts[token, place] = expert
 
         choose(remember)
 
-        @pl.when(self.stores)
+        @pl.when(stores)
         def _weigh():
             def weigh(place, _):
                 self.weights[token, place] = choose.weight(self.scores[first + place])

@@ -240,9 +240,9 @@ def _body(
     def _memory():
         set_registers("decrease", 56 if layout.in_place else 40)
         # On their way together: what either is needed for waits for it alone.
-        first, layer = feed.read(0, placed=not layout.early), number_of(layer_refs)
-        early = dict(wait_for_x=wait_once, early=True) if layout.early else {}
-        memory = ProductMemory(feed, stages, x, w, lora, layer, beside=beside, **early)
+        first, layer = feed.read(0), number_of(layer_refs)
+        early = wait_once if layout.early else None
+        memory = ProductMemory(feed, stages, x, w, lora, layer, beside=beside, wait_for_x=early)
         judge = functools.partial(is_spoiled, health, judged)
         tiles, steps = memory.load_tiles(first, judge, jnp.int32(0))
         drain(stages.empty, steps, s.stages)
@@ -251,14 +251,15 @@ def _body(
 
     @pl.when(warpgroup < s.consumers)
     def _compute():
-        if layout.early:
+        if layout.early and not layout.normed:
             wait()
         # What the other warpgroup has given back of the 168 that each begins with.
         set_registers("increase", 224 if layout.in_place else 232)
         in_place = InPlace(feed, stages, health, judged, warpgroup) if layout.in_place else None
         layer = number_of(layer_refs)
         if layout.normed:
-            make_x(layer, stages.x_load, interpreted=layout.interpreted)
+            its_wait = wait if layout.early else None
+            make_x(layer, stages.x_load, wait=its_wait, interpreted=layout.interpreted)
         consumer = ProductConsumer(feed, stages, lora, layer, out, y, warpgroup, in_place)
 
         consumer.compute_tiles(in_place and in_place.judge, jnp.int32(0))

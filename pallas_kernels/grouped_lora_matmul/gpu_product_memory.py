@@ -28,7 +28,6 @@ class ProductMemory:
       beside: what makes u, where that is not there yet.
       wait_for_x: waits until there is x of a tile, which may be the first, if there is none when
         this warpgroup starts.
-      early: whether rows' places and runs are not there before the first x either.
     """
 
     def __init__(
@@ -42,12 +41,11 @@ class ProductMemory:
         *,
         beside: ShrinkBeside | None = None,
         wait_for_x: Callable[[Tile, jax.Array], None] | None = None,
-        early: bool = False,
     ):
         self.layout, self.schedule = feed.layout, feed.schedule
         self.feed, self.stages, self.x, self.w = feed, stages, x, w
         self.lora, self.layer = lora, layer
-        self.beside, self.wait_for_x, self.early = beside, wait_for_x, early
+        self.beside, self.wait_for_x = beside, wait_for_x
         self.first_group = layer * self.layout.groups_of_layer
         self.first_slots = [layer * count for count in self.layout.slots_of_layer]
 
@@ -62,17 +60,15 @@ class ProductMemory:
             # A carried number's divisors are forgotten.
             tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
             # Read now, needed after this tile.
-            following = self.feed.read(i + 1, placed=not self.early)
-            load_words = functools.partial(self.feed.load, tile, i, self.layer)
-            if not self.early:
-                load_words()
-            step, is_mixed = self.load_tile(tile, again, step, i == 0, load_words)
+            following = self.feed.read(i + 1)
+            self.feed.load(tile, i, self.layer)
+            step, is_mixed = self.load_tile(tile, again, step, i == 0)
             return (following, step), is_mixed
 
         tiles, (_, step) = for_tiles(self.layout, self.feed.count, load, judge, (first, step))
         return tiles, step
 
-    def load_tile(self, tile: Tile, by_run, step, is_first, load_words):
+    def load_tile(self, tile: Tile, by_run, step, is_first):
         """Loads a tile, or each of its runs as a tile of its own.
 
         Returns the next step, and whether the tile has several runs.
@@ -82,48 +78,31 @@ class ProductMemory:
             load = functools.partial(self.load_part, wait=~by_run)
             step = self.feed.for_parts(tile, by_run, load, step)
         else:
-            step = self.load_part(tile, step, is_first=is_first, load_words=load_words)
+            step = self.load_part(tile, step, is_first=is_first)
         is_mixed = self.feed.is_mixed(tile)
         if self.layout.terms:
             # All its warps have read the words before a copy of its own replaces them.
             plgpu.commit_smem()
         return step, is_mixed
 
-    def load_part(self, tile: Tile, step, wait=True, is_first=False, load_words=None):
-        """Loads a tile or a part of it, whose words are waited for when they are needed.
-
-        Args:
-          load_words: brings them, if that has not been done.
-        """
-        load_w = functools.partial(self.load_w, tile)
-        load_x = () if self.layout.normed else (functools.partial(self.load_x, tile),)
-
-        def load_a(tile):
-            if not self.layout.inner:
-                return ()
-            return (functools.partial(self.load_a, tile, slot_of(tile.place)),)
+    def load_part(self, tile: Tile, step, wait=True, is_first=False):
+        """Loads a tile or a part of it, whose words are waited for when they are needed."""
+        weights, rows = [functools.partial(self.load_w, tile)], []
+        if self.layout.inner:
+            weights.append(functools.partial(self.load_a, tile, slot_of(tile.place)))
+        if not self.layout.normed:
+            rows.append(functools.partial(self.load_x, tile))
 
         def k_loop(height, first_step):
             load = functools.partial(self.load_steps, height, first_step)
-            if self.wait_for_x is None:
-                load(load_w, *load_a(tile), *load_x, begin=0, end=tile.k_steps)
-                return first_step + tile.k_steps
-            # Until there is x, all W that stages have room for.
-            begin = jnp.where(is_first, jnp.minimum(tile.k_steps, self.schedule.stages), 0)
-            if self.early:
-                load(load_w, begin=0, end=begin)
+            begin = 0
+            if self.wait_for_x is not None:
+                # Until there is x, all weights that stages have room for.
+                begin = jnp.where(is_first, jnp.minimum(tile.k_steps, self.schedule.stages), 0)
+                load(*weights, begin=0, end=begin)
                 self.wait_for_x(tile, is_first)
-                load_words()
-                # Before anything waits for whose A it is.
-                load(*load_x, begin=0, end=begin, acquire=False)
-                its_a = load_a(self.feed.placed(tile))
-                load(*its_a, begin=0, end=begin, acquire=False)
-            else:
-                its_a = load_a(tile)
-                load(load_w, *its_a, begin=0, end=begin)
-                self.wait_for_x(tile, is_first)
-                load(*load_x, begin=0, end=begin, acquire=False)
-            load(load_w, *its_a, *load_x, begin=begin, end=tile.k_steps)
+                load(*rows, begin=0, end=begin, acquire=False)
+            load(*weights, *rows, begin=begin, end=tile.k_steps)
             return first_step + tile.k_steps
 
         step = for_height(self.schedule.heights, tile.rows, k_loop, step)

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.memory import overlaid
+from pallas_kernels.hopper.rehearsal import if_real, rehearsed
 from pallas_kernels.hopper.rows import layout_of_row
 from pallas_kernels.layered import as_stack
 from pallas_kernels.row_reduce.mosaic_gpu import scale_of, scaled, total_of
@@ -68,29 +69,41 @@ def scratch_of(columns: int, dtype, interpreted: bool):
     return overlaid([plain, plgpu.SMEM(tiles, dtype, transforms=tiled)], interpreted=interpreted)
 
 
-def make_row(operands, eps: float, layer, target, *, results, stores, interpreted: bool):
+def make_row(operands, eps: float, layer, target, *, results, stores, wait=None, interpreted: bool):
     """Norms the row, all of a warpgroup.
 
     Args:
       operands: references, see `Norm`. layer: of the weight.
       target: the plain view of the memory. results: references [1, K] to the sum if there is one,
         and the row normed. stores: whether this program writes them.
+      wait: waits for the row, if it is not there when this warpgroup starts.
     """
     (*parts, weights), (*tiled_parts, tiled_weights) = operands
     layout = layout_of_row(weights.shape[-1], weights.dtype)
-    x = total_of(*(plgpu.load(its, layout=layout) for its in parts))
-    load = functools.partial(plgpu.load, layout=LAYOUT, optimized=False)
-    tiled, tiled_weight = total_of(*map(load, tiled_parts)), load(tiled_weights.at[layer])
-    scale = scale_of(x, eps)
-    _store_tiles(target, scaled(tiled, scale, tiled_weight), interpreted)
-    plgpu.commit_smem()
+    load = functools.partial(plgpu.load, layout=layout)
+    load_tiled = functools.partial(plgpu.load, layout=LAYOUT, optimized=False)
+    weight, tiled_weight = load(weights.at[layer]), load_tiled(tiled_weights.at[layer])
 
-    @pl.when(stores)
-    def _store():
-        *sums, normed = results
-        for its in sums:
-            its.at[0][...] = x
-        normed.at[0][...] = scaled(x, scale, plgpu.load(weights.at[layer], layout=layout))
+    def row():
+        if wait is not None:
+            wait()
+        return total_of(*map(load, parts)), total_of(*map(load_tiled, tiled_parts))
+
+    def make(turn, is_real):
+        del turn
+        x, tiled = if_real(is_real, row, (weight, tiled_weight))
+        scale = scale_of(x, eps)
+        _store_tiles(target, scaled(tiled, scale, tiled_weight), interpreted)
+        plgpu.commit_smem()
+
+        @pl.when(stores & is_real)
+        def _store():
+            *sums, normed = results
+            for its in sums:
+                its.at[0][...] = x
+            normed.at[0][...] = scaled(x, scale, weight)
+
+    rehearsed(wait is not None, 1, layer, make)
 
 
 def _store_tiles(target, values, interpreted: bool):

@@ -104,12 +104,8 @@ class TileFeed:
         slot = lax.rem(i, jnp.int32(TILES))
         return Tile(slot, number, group, row, rows, k_steps, feature, jnp.int32(0), place)
 
-    def read(self, i, placed: bool = True) -> Tile:
-        """From the table; the words past its end are read, early, but nothing uses them.
-
-        Args:
-          placed: False for tiles of equal groups whose place is read later, see `placed`.
-        """
+    def read(self, i) -> Tile:
+        """From the table; the words past its end are read, early, but nothing uses them."""
         (number, slice_of), place = self.number(i), None
         tile = number
         if self.layout.equal:
@@ -122,14 +118,9 @@ class TileFeed:
         else:
             tile = jnp.minimum(tile, self.words.shape[0] // TILE_WORDS - 1)
             words = [self.words[tile * TILE_WORDS + word] for word in range(3)]
-        tile = self.tile_of(jnp.int32(i), number, words, slice_of, place)
-        return self.placed(tile) if placed and place is None else tile
-
-    def placed(self, tile: Tile) -> Tile:
-        """With the place of its first row, where u is made."""
-        if not self.layout.inner:
-            return tile
-        return tile._replace(place=self.places[jnp.minimum(tile.row, self.layout.rows - 1)])
+        if self.layout.inner and place is None:
+            place = self.places[jnp.minimum(words[0], self.layout.rows - 1)]
+        return self.tile_of(jnp.int32(i), number, words, slice_of, place)
 
     def load(self, tile: Tile, i, layer):
         """Brings a tile's words, those of its rows, and its bias, to the consumers, if they need

@@ -42,6 +42,10 @@ class Heads(NamedTuple):
         rows = pl.ds(0, self.count)
         return [self._load(stage.at[half, rows]).astype(jnp.float32) for half in (0, 1)]
 
+    def nothing(self):
+        """Zeros in place of both halves."""
+        return [plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)] * 2
+
     def _load(self, ref):
         return plgpu.load(ref, layout=self.layout, optimized=self.layout is plgpu.Layout.WGMMA)
 

@@ -83,16 +83,16 @@ class Sums(NamedTuple):
 
 
 def sums_of_split(
-    s: Sizes, token: Token, split, queries, keys: Blocks, values: Blocks, shared: Shared
+    s: Sizes, token: Token, split, count, queries, keys: Blocks, values: Blocks, shared: Shared
 ) -> Sums:
-    """Of the blocks that the token sees of a split, which it gives back.
+    """Of the blocks that the token sees of a split, which it gives back if there are any.
 
     Args:
+      count: how many these are.
       queries: [lines, rows, 64], the part's heads in the first rows.
     """
-    count = token.blocks_of(split)
     _score(s, token, split, count, queries, keys, shared)
-    plgpu.barrier_arrive(keys.empty)
+    pl.when(count > 0)(lambda: plgpu.barrier_arrive(keys.empty))
     # Rows of blocks that are not seen are anything, and so are their numbers.
     scores = shared.scores.at[:, pl.ds(0, BLOCK)]
     scores = plgpu.load(scores, layout=plgpu.Layout.WGMMA, optimized=False)
@@ -108,7 +108,7 @@ def sums_of_split(
         shared.numbers.at[number][...] = its
     plgpu.commit_smem()
     sums = _add_values(s, token, split, count, values, shared)
-    plgpu.barrier_arrive(values.empty)
+    pl.when(count > 0)(lambda: plgpu.barrier_arrive(values.empty))
     return sums
 
 
@@ -188,7 +188,7 @@ def _add_values(s: Sizes, token: Token, split, count, values: Blocks, shared: Sh
     zeros = plgpu.layout_cast(jnp.zeros((LINE, heads), jnp.float32), plgpu.Layout.WGMMA)
     start = total, (zeros,) * s.value_lines
     total, sums = lax.fori_loop(0, count, add_block, start)
-    return Sums(of_block(MAXIMUM, count - 1), total, sums)
+    return Sums(of_block(MAXIMUM, jnp.maximum(count - 1, 0)), total, sums)
 
 
 def _clear_unseen(s: Sizes, token: Token, split, block, values):
@@ -207,15 +207,22 @@ def _clear_unseen(s: Sizes, token: Token, split, block, values):
         plgpu.commit_smem()
 
 
-def store_sums(s: Sizes, part, split, sums: Sums, memory, shared: Shared):
-    """Stores a split's sums in `gpu_splits.memory_of_sums`."""
+def store_sums(s: Sizes, part, split, are_any, sums: Sums, memory, shared: Shared):
+    """Stores a split's sums in `gpu_splits.memory_of_sums`, if there are any."""
     lines, maxima, totals = memory
-    heads = pl.ds(0, rows_of_heads(s))
-    store_registers(maxima.at[part, split, heads], sums.maximum, swizzled=False)
-    store_registers(totals.at[part, split, heads], sums.total, swizzled=False)
+
+    @pl.when(are_any)
+    def _store():
+        heads = pl.ds(0, rows_of_heads(s))
+        store_registers(maxima.at[part, split, heads], sums.maximum, swizzled=False)
+        store_registers(totals.at[part, split, heads], sums.total, swizzled=False)
+
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for line, its in enumerate(sums.values):
         _store_turned(shared.sums.at[:, pl.ds(line * LINE, LINE)], its)
     plgpu.commit_smem()
     heads = pl.ds(0, s.group)
-    plgpu.copy_smem_to_gmem(shared.sums.at[heads], lines.at[part, split, heads])
+
+    @pl.when(are_any)
+    def _copy():
+        plgpu.copy_smem_to_gmem(shared.sums.at[heads], lines.at[part, split, heads])

@@ -24,9 +24,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.head_rotation import mosaic_gpu as head_rotation
 from pallas_kernels.head_rotation.gpu_heads import COLUMNS, FEW, norm_operands
-from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
+from pallas_kernels.hopper.dependent_launch import begins_early, wait_for_kernels_before
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import overlaid, two_views, views_of
+from pallas_kernels.hopper.rehearsal import if_real
 from pallas_kernels.hopper.store import store_registers
 from pallas_kernels.paged_attention import mosaic_gpu as paged_attention
 from pallas_kernels.paged_attention.gpu_join import join_kernel
@@ -140,8 +141,7 @@ def _body(
     (load, arrived), (store, queries) = (
         views_of(stage, 2, interpreted=s.interpreted)[0] for stage in (arrived, queries)
     )
-    caches = k_pages, v_pages
-    wait_for_kernels_before(TOKENS)
+    caches, early = (k_pages, v_pages), begins_early(TOKENS)
 
     def kinds_of(token):
         """Keys and values."""
@@ -152,12 +152,14 @@ def _body(
     def _memory():
         token = Token(s, view)
         kinds = kinds_of(token)
+        # The kernel before makes no others than the token's own.
         for its in kinds:
             its.load_before_token(first)
-        plgpu.barrier_wait(rotated)
+        wait_for_kernels_before(TOKENS)
 
         def load_rest(i, carry):
             split = first + i * programs
+            pl.when(i == 0)(lambda: plgpu.barrier_wait(rotated))
 
             @pl.when(split == token.splits - 1)
             def _new():
@@ -174,27 +176,48 @@ def _body(
 
     @pl.when(warpgroup == 0)
     def _compute():
+        def load_heads():
+            wait_for_kernels_before(TOKENS)
+            _load_heads(s, heads, part, load, heads_full)
+
+        if not early:
+            load_heads()
         # Before anything is known of the token.
-        _load_heads(s, heads, part, load, heads_full)
         angles = [FEW.over_columns(its.at[0]) for its in (cos, sin)]
         weights = FEW.weights_of_layer(norms)
         shared.begin()
-        plgpu.barrier_wait(heads_full)
-        halves = FEW.normed_and_rotated(FEW.loaded(arrived), weights, angles, s.group, eps)
-        for half, its in enumerate(halves):
-            store_registers(queries.at[half], its.astype(queries.dtype), swizzled=False)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(rotated)
+
+        def arrived_heads():
+            if early:
+                load_heads()
+            plgpu.barrier_wait(heads_full)
+            return FEW.loaded(arrived)
+
+        def rotate(is_real):
+            its = if_real(is_real, arrived_heads, FEW.nothing())
+            halves = FEW.normed_and_rotated(its, weights, angles, s.group, eps)
+            for half, its in enumerate(halves):
+                store_registers(queries.at[half], its.astype(queries.dtype), swizzled=False)
+            plgpu.commit_smem()
+            pl.when(is_real)(lambda: plgpu.barrier_arrive(rotated))
+
+        if not early:
+            rotate(True)
         token = Token(s, view)
         keys, values = kinds_of(token)
 
         def attend(i, carry):
-            split = first + i * programs
-            sums = sums_of_split(s, token, split, queries, keys, values, shared)
-            store_sums(s, part, split, sums, memory, shared)
+            is_real, split = i >= 0 if early else True, first + i * programs
+            if early:
+                pl.when(i <= 0)(lambda: rotate(is_real))
+            blocks = jnp.where(is_real, token.blocks_of(split), 0)
+            sums = sums_of_split(s, token, split, blocks, queries, keys, values, shared)
+            store_sums(s, part, split, is_real, sums, memory, shared)
             return carry
 
-        lax.fori_loop(0, token.splits_from(first, programs), attend, None)
+        # A split of nothing is the first, see `hopper.rehearsal`.
+        count = token.splits_from(first, programs)
+        lax.fori_loop(-1 if early else 0, count, attend, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

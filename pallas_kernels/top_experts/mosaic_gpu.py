@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.kept_kernel import kept_kernel
+from pallas_kernels.hopper.rehearsal import if_real
 from pallas_kernels.top_experts.xla import SIGMOID_EPSILON, Scoring
 
 LANES, WARPS = 32, 4
@@ -92,11 +93,13 @@ class Choice:
 
     Args:
       logits: reference [E]. bias: float32 numbers [E] in `layout_of`, or None.
+      is_real: whether there are logits; see `hopper.rehearsal`.
     """
 
-    def __init__(self, logits, bias, top_k: int, scoring: Scoring):
+    def __init__(self, logits, bias, top_k: int, scoring: Scoring, *, is_real=True):
         self.top_k, self.scoring, self.biased = top_k, scoring, bias is not None
-        self.logits = load_numbers(logits)
+        nothing = plgpu.layout_cast(jnp.zeros(logits.shape, jnp.float32), layout_of(*logits.shape))
+        self.logits = if_real(is_real, lambda: load_numbers(logits), nothing)
         ordered = _ordered(self.logits)
         # What softmax takes of each: the highest, whose score is 1 before anything is divided.
         self.highest = None if scoring.sigmoid else _number(jnp.max(ordered))
