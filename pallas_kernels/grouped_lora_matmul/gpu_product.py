@@ -141,7 +141,8 @@ def product_kernel(
     )
     rows, of_adapters = (), ()
     if terms is not None:
-        rows = tables.place, tables.run_end, *layout.distinct_u(terms)
+        words = (tables.arrivals,) if layout.beside else layout.distinct_u(terms)
+        rows = tables.place, tables.run_end, *words
         of_adapters = terms.of_adapters
     layers = layer_operands(w, bias, norm and norm.weight, *of_adapters)
     base, factors = operands_of(layout, w, bias, terms)
@@ -198,10 +199,8 @@ def _body(
     else:
         counts, words, *refs = refs
         count = counts[counts.shape[0] - 1]
-    u = ()
     if layout.beside:
         *refs, made = refs
-        u = (made,)
     x, *refs = refs
     if layout.normed:
         parts = len(x[0]) - 1  # but for the weight
@@ -216,17 +215,19 @@ def _body(
     mine = lax.div(total - number + (s.programs - 1), jnp.int32(s.programs))
     mine = jnp.where(program < layout.first_program, 0, mine)
     places, run_ends, *lora = lora if layout.terms else (None, None)
+    if layout.beside:
+        arrivals, *lora = lora
     lora = layout.lora_arrays(lora)
-    lora.u.extend(u)
     rings = tile_words, tile_full, tile_empty, bias, tile_bias
     feed = TileFeed(layout, number, mine, words, places, run_ends, *rings)
     stages = Stages(layout, **scratch)
     beside = None
     if layout.beside:
         shrink |= zip(("x_views", "a_views"), stages.of_shrink, strict=True)
-        rows = x, places, run_ends, made
-        layer = number_of(layer_refs)
-        beside = ShrinkBeside(layout.beside, program, layer, rows, lora.a, lora.scalings, shrink)
+        lora.u.append(made)
+        rows, of_adapters = (x, places, run_ends, made), (lora.a, lora.scalings, shrink)
+        known = layout.beside, program, number_of(layer_refs)
+        beside = ShrinkBeside(*known, rows, *of_adapters, arrivals, s.programs)
 
     def wait_once(tile, is_first):
         del tile

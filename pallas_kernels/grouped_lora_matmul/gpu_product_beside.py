@@ -7,8 +7,9 @@ own, is over when it has hardly begun. Together one's loads hide the other's:
     those with tiles        load W, x    multiply ...              wait, load u and B    add u·B
 
 u goes through memory, as all programs need all of it. A program that has made some of it says so
-once, and before the low-rank steps of a tile a program waits for all that make any. Programs begin
-in order, and who makes u waits for nobody: so they need not all be there at once.
+once, and before the low-rank steps of its first tile a program waits for all that make any, whether
+the tile has an adapter or not: who waits is counted. Programs begin in order, and who makes u waits
+for nobody: so they need not all be there at once.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from __future__ import annotations
 import functools
 
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Shrinker, for_blocks
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
-from pallas_kernels.hopper.arrivals import Arrivals
+from pallas_kernels.hopper.arrivals import Made
 
 
 class ShrinkBeside:
@@ -30,16 +30,21 @@ class ShrinkBeside:
       program: its number in the grid.
       rows: references to x, the place and run end of each row, and u.
       a, scalings: of each term. scratch: the shrink's.
+      arrivals: a word, see `Made`. waits: how many programs wait, each once.
     """
 
-    def __init__(self, layout: ShrinkLayout, program, layer, rows, a, scalings, scratch):
+    def __init__(
+        self, layout: ShrinkLayout, program, layer, rows, a, scalings, scratch, arrivals, waits: int
+    ):
         x, place, run_end, u = rows
         self.makers = min(layout.schedule.programs, layout.units)
         self.makes_some = program < self.makers
         self.shrinker = Shrinker(layout, layer, x, a, scalings, u, **scratch)
         self.for_runs = functools.partial(for_blocks, layout, program, place, run_end)
         # The interpreter knows no waiting, and runs programs one after the other.
-        self.arrivals = None if layout.interpreted else Arrivals()
+        self.made = None
+        if not layout.interpreted:
+            self.made = Made(arrivals, 0, None, says=self.makers, waits=waits)
 
     def load(self):
         pl.when(self.makes_some)(lambda: self.for_runs(self.shrinker.load_run))
@@ -48,11 +53,10 @@ class ShrinkBeside:
         @pl.when(self.makes_some)
         def _make():
             self.for_runs(self.shrinker.compute_run)
-            plgpu.wait_smem_to_gmem(0)
-            if self.arrivals:
-                self.arrivals.arrive()
+            if self.made:
+                self.made.say(0, is_last=True)
 
     def wait(self):
         """Until all of u is in memory."""
-        if self.arrivals:
-            self.arrivals.wait(self.makers)
+        if self.made:
+            self.made.wait(0, is_first=True)

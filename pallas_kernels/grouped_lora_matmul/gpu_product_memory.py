@@ -75,7 +75,7 @@ class ProductMemory:
         """
         if self.layout.in_place:
             pl.when(by_run)(lambda: self.feed.wait(tile))
-            load = functools.partial(self.load_part, wait=~by_run)
+            load = functools.partial(self.load_part, wait=~by_run, is_first=is_first)
             step = self.feed.for_parts(tile, by_run, load, step)
         else:
             step = self.load_part(tile, step, is_first=is_first)
@@ -110,8 +110,7 @@ class ProductMemory:
             return step
         pl.when(wait)(lambda: self.feed.wait(tile))
         if self.beside:
-            has_adapters = (self.feed.only_slot(tile) >= 0) | (self.feed.adapted_rows(tile) > 0)
-            pl.when(has_adapters)(self.beside.wait)
+            pl.when(is_first & (tile.skipped == 0))(self.beside.wait)
         if self.layout.in_place:
             count = self.load_whole_runs(tile, step)
         else:

@@ -81,8 +81,8 @@ class Tables:
       run_end: int32 [M], where the row's run (rows of one place) ends.
       pieces, tiles: see there; no tiles where every row is one, or where groups are equal.
       runs: None unless rows are known to be sorted by group, and not by slot.
-      arrivals: int32 [M], or [2 M] where a tile may have several rows: zeros, where a kernel's
-        programs count, tile by tile, and leave zeros. None of many rows.
+      arrivals: int32 [M], or [2 M] where a tile may have several rows, or [1] of equal groups:
+        zeros, where a kernel's programs count, tile by tile, and leave zeros. None of many rows.
       piece_rows: the most rows of a piece; 0 where nobody reads pieces.
       in_order: whether rows are known to be sorted by (group, slot), so that each is one run.
       equal: whether all groups have equally many rows, so that tiles follow from their number.
@@ -177,7 +177,9 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     place = place_of(group, row_slots, groups)
     equal = group_sizes is None
     tiles = None if equal else tiles_of_groups(Ends(ends, groups), count)
-    return dataclasses.replace(_tables(place, tiles, groups, ends), equal=equal)
+    arrivals = zeros_to_count(row_slots, 1) if equal and count <= FEW_ROWS else None
+    known = dict(equal=equal, arrivals=arrivals)
+    return dataclasses.replace(_tables(place, tiles, groups, ends), **known)
 
 
 def _tables(place, tiles: Tiles | None, groups: int, ends=None) -> Tables:
@@ -324,9 +326,14 @@ def chosen(tokens, choices: int) -> Tables:
     Args:
       tokens: int32 [T], the slot of each + 1, or -1 where no expert works on it.
     """
-    # A zero that the compiler knows might be anybody's, and kernels count with it.
-    zero = (jnp.min(tokens) < -1).astype(jnp.int32)
-    return Tables(None, None, None, None, arrivals=jnp.full(tokens.shape[0] * choices, zero))
+    arrivals = zeros_to_count(tokens, tokens.shape[0] * choices)
+    return Tables(None, None, None, None, arrivals=arrivals)
+
+
+def zeros_to_count(numbers, size: int):
+    """`arrivals` of so many words; the numbers are any that are no less than -1."""
+    # What the compiler knows to be zero might be anybody's.
+    return jnp.full(size, (jnp.min(numbers) < -1).astype(jnp.int32))
 
 
 def _route_counted(groups, slots, place, choices):

@@ -38,8 +38,7 @@ ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
 NARROWEST = 16  # features of a tile
 MOST_OF_GROUP = 12  # rows on average, of experts in one kernel
 BYTES_BESIDE = 2 * BLOCK_OF_ROWS * 128  # of shared memory, that such a shrink has beside stages
-ENOUGH_BESIDE = 32  # programs without tiles of a product, for its shrink, and
-FEWEST_BESIDE = 24  # with tiles: a product of fewer does not last as long as its shrink
+ENOUGH_BESIDE = 32  # programs without tiles of a product, for its shrink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,8 +373,7 @@ def shrink_beside(
             (product.heights[-1], SHRINK_STEPS * height),
         )
     )
-    enough = programs >= ENOUGH_BESIDE and product.programs >= FEWEST_BESIDE
-    if not enough or stages < 2:
+    if programs < ENOUGH_BESIDE or stages < 2:
         return None
     # A block of rows may be one run, and takes as long as its rows alone if not.
     block = min(height, -(-row_units // programs))

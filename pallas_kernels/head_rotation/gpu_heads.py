@@ -61,17 +61,17 @@ class Heads(NamedTuple):
         """Both halves of heads, normed if there are weights, and rotated; all in float32.
 
         Args:
-          weights: those of `weights_of_layer`. angles: cosines and sines, over columns.
+          weights: those of `weights_of_layer`. angles: cosines and sines of each row.
           q_heads: the first rows, which are queries.
         """
         one, other = halves
         if weights is not None:
             row = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
             one, other = (
-                _weighted(its, jnp.where(row < q_heads, *map(self._over_rows, both)))
+                _weighted(its, jnp.where(row < q_heads, *map(self.over_rows, both)))
                 for its, both in zip(self._normed(*halves, eps), weights, strict=True)
             )
-        cosines, sines = map(self._over_rows, angles)
+        cosines, sines = angles
         return (
             _sum_of_products(one, cosines, -other, sines),
             _sum_of_products(other, cosines, one, sines),
@@ -83,7 +83,8 @@ class Heads(NamedTuple):
         inverse = lax.broadcast_in_dim(lax.rsqrt(total / WIDTH + eps), self.shape, [0])
         return one * inverse, other * inverse
 
-    def _over_rows(self, vector):
+    def over_rows(self, vector):
+        """What `over_columns` gives, in each row."""
         return lax.broadcast_in_dim(vector, self.shape, [1])
 
 

@@ -99,7 +99,7 @@ def _body(
         token, stage = program + i * programs, lax.rem(i, jnp.int32(STAGES))
         # While the heads are on their way. Which page follows from the first two loads.
         request, position = view.request[token], view.positions[token]
-        angles = [MANY.over_columns(its.at[token]) for its in (cos, sin)]
+        angles = [MANY.over_rows(MANY.over_columns(its.at[token])) for its in (cos, sin)]
         place, cached = _place_in(k_pages, view.page_tables, request, position)
         plgpu.barrier_wait(full.at[stage])
         halves = MANY.loaded(arrived.at[stage])

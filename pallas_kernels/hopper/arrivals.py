@@ -8,24 +8,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
 
-class Arrivals:
-    """How many warpgroups have arrived, by a semaphore of Pallas's.
-
-    It costs a copy: XLA lays out its zero, a constant, before each kernel.
-    """
-
-    def __init__(self):
-        self.semaphore = pl.get_global(plgpu.SemaphoreType.REGULAR)
-
-    def arrive(self):
-        """Counts a warpgroup, once: what it has done before is visible."""
-        plgpu.semaphore_signal(self.semaphore, memory_scope="gpu")
-
-    def wait(self, count: int):
-        """Waits, all of a warpgroup, until so many have arrived."""
-        plgpu.semaphore_wait(self.semaphore, count, decrement=False, memory_scope="gpu")
-
-
 class Made:
     """Word of what is in memory, for each of some tiles: so often it is said, so often waited for.
 

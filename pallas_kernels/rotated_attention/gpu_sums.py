@@ -207,13 +207,13 @@ def _clear_unseen(s: Sizes, token: Token, split, block, values):
         plgpu.commit_smem()
 
 
-def store_sums(s: Sizes, part, split, are_any, sums: Sums, memory, shared: Shared):
-    """Stores a split's sums in `gpu_splits.memory_of_sums`, if there are any."""
+def store_sums(s: Sizes, token, part, split, are_any, sums: Sums, memory, shared: Shared):
+    """Stores a split's sums of a token in `gpu_splits.memory_of_sums`, if there are any."""
     lines, maxima, totals = memory
 
     @pl.when(are_any)
     def _store():
-        heads = pl.ds(0, rows_of_heads(s))
+        heads = pl.ds(token * ROWS, rows_of_heads(s))
         store_registers(maxima.at[part, split, heads], sums.maximum, swizzled=False)
         store_registers(totals.at[part, split, heads], sums.total, swizzled=False)
 
@@ -221,8 +221,8 @@ def store_sums(s: Sizes, part, split, are_any, sums: Sums, memory, shared: Share
     for line, its in enumerate(sums.values):
         _store_turned(shared.sums.at[:, pl.ds(line * LINE, LINE)], its)
     plgpu.commit_smem()
-    heads = pl.ds(0, s.group)
 
     @pl.when(are_any)
     def _copy():
-        plgpu.copy_smem_to_gmem(shared.sums.at[heads], lines.at[part, split, heads])
+        rows = pl.ds(token * s.rows_of_sums, s.group)
+        plgpu.copy_smem_to_gmem(shared.sums.at[pl.ds(0, s.group)], lines.at[part, split, rows])

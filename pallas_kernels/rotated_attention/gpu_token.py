@@ -1,4 +1,4 @@
-"""Where one token is, and the keys and values that it sees."""
+"""Where a token is, and the keys and values that it sees."""
 
 from __future__ import annotations
 
@@ -16,23 +16,31 @@ from pallas_kernels.paged_attention.gpu_units import floor
 
 
 class Token:
-    """The only one of a view, from the kernel's references.
+    """One of a view, from the kernel's references.
 
     Attributes:
-      is_cached: whether it is one, and within the page table.
       position: its own, or the last one that the table has a page for.
       last_block, splits: that of its position, and how many it sees; -1 and 0 of padding.
+      new: of each token of the step its position, and whether it is cached before this one
+        attends: the request's tokens up to this one, within the page table.
+      first_new_block: what is cached before this step is before it.
     """
 
-    def __init__(self, s: Sizes, view):
+    def __init__(self, s: Sizes, view, number):
         self.s, self.page_tables = s, view.page_tables
-        request, position = view.request[0], view.positions[0]
         positions = view.page_tables.shape[1] * s.page
+        request, position = view.request[number], view.positions[number]
         self.request = jnp.maximum(request, 0)
-        self.is_cached = (request >= 0) & (position < positions)
         self.position = jnp.minimum(position, positions - 1)
         self.last_block = jnp.where(request >= 0, floor(self.position, BLOCK), -1)
         self.splits = floor(self.last_block + s.rounds, s.rounds)
+        others = [(view.request[its], view.positions[its]) for its in range(s.tokens)]
+        self.new, first = [], self.position
+        for of, place in others:
+            is_its = (request >= 0) & (of == request) & (place < positions) & (place <= position)
+            self.new.append((place, is_its))
+            first = jnp.minimum(first, jnp.where(is_its, place, first))
+        self.first_new_block = floor(first, BLOCK)
 
     def row_of(self, position):
         """Where a position is in the cache; of those past the token's page, some row of that."""
@@ -48,6 +56,11 @@ class Token:
     def blocks_of(self, split):
         """How many blocks of a split it sees."""
         return jnp.minimum(self.last_block + 1 - split * self.s.rounds, self.s.rounds)
+
+    def blocks_before(self, split):
+        """How many of a split's first blocks have nothing of this step."""
+        blocks = self.first_new_block - split * self.s.rounds
+        return jnp.minimum(jnp.maximum(blocks, 0), self.blocks_of(split))
 
     def last_seen(self, split, block):
         """The last position of a split's block that it sees, counted from the block's first."""
@@ -70,9 +83,9 @@ class Blocks(NamedTuple):
     full: jax.Array
     empty: jax.Array
 
-    def load_before_token(self, split):
-        """Loads the blocks of a split that are before the token's."""
-        count = self.token.last_block - split * self.s.rounds
+    def load_before_step(self, split):
+        """Loads the blocks of a split that have nothing of this step."""
+        count = self.token.blocks_before(split)
 
         def load(number):
             pl.when(number < count)(lambda: self.load(split, number))

@@ -1,9 +1,10 @@
-"""One token's heads, its place in the cache, and its attention, in one kernel for Hopper.
+"""Heads of few tokens, their places in the cache, and their attention, in one kernel for Hopper.
 
-A program has the query heads that share keys and values, over a split of the sequence (or every so
-many of them). It rotates its own queries while keys and values are on their way, so that what was a
-kernel before it takes no time; and the program with the last split rotates the new key, stores it
-and the new value in their page, and loads the block that they are in only then.
+A program has the query heads of a token that share keys and values, over a split of the sequence
+(or every so many of them). It rotates its own queries while keys and values are on their way, so
+that what was a kernel before it takes no time; and the program with the last split rotates the new
+key, stores it and the new value in their page, and loads the block that they are in only then. So
+does it with those of other tokens of its sequence, which others store as well, with the same bits.
 
 A split is softmax once: its blocks' scores are made one after the other, the weights of all
 together, and then the sums block by block. All of its blocks are on their way at once, and what
@@ -18,6 +19,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -41,7 +43,7 @@ from pallas_kernels.rotated_attention.gpu_sums import (
 )
 from pallas_kernels.rotated_attention.gpu_token import Blocks, Token
 
-TOKENS = 1
+MOST_TOKENS = 8
 
 
 def check(heads, k_pages, v_pages, view):
@@ -49,10 +51,11 @@ def check(heads, k_pages, v_pages, view):
     head_rotation.check(heads, k_pages, v_pages)
     q = _queries(heads, k_pages)
     paged_attention.check_grouped(q, k_pages, v_pages, view, None)
-    if heads.shape[0] != TOKENS or q.shape[1] > MOST_HEADS * k_pages.shape[2]:
+    tokens, kv_heads = heads.shape[0], k_pages.shape[2]
+    if not 0 < tokens <= MOST_TOKENS or q.shape[1] > MOST_HEADS * kv_heads:
         raise NotImplementedError(
-            f"mosaic_gpu: one token, and at most {MOST_HEADS} query heads of a key/value head "
-            f"(heads {list(heads.shape)}, k_pages {list(k_pages.shape)})"
+            f"mosaic_gpu: at most {MOST_TOKENS} tokens, and at most {MOST_HEADS} query heads of a "
+            f"key/value head (heads {list(heads.shape)}, k_pages {list(k_pages.shape)})"
         )
 
 
@@ -73,12 +76,13 @@ def rotated_attention(
     """See `api.rotated_attention`. `interpreted`: for Pallas's interpreter."""
     q = _queries(heads, k_pages)
     s = _sizes(q, k_pages, v_pages, view, scale, interpreted)
-    programs = s.parts * min(s.spread, PROGRAMS // s.parts)
+    units = s.tokens * s.parts
+    programs = units * min(s.spread, max(1, PROGRAMS // units))
     # One axis for all positions, which are written where they are.
     pages = [jax.new_ref(its.reshape(-1, *its.shape[2:])) for its in (k_pages, v_pages)]
     # Not a kept one: it writes to references, which no exported function takes.
     kernel = plgpu.kernel(
-        functools.partial(_body, s, eps, programs // s.parts),
+        functools.partial(_body, s, eps, programs // units),
         out_type=memory_of_sums(s),
         grid=(programs,),
         grid_names=("program",),
@@ -94,7 +98,8 @@ def rotated_attention(
     )
     norms = norm_operands(heads, q_weight, k_weight)
     sums = kernel(norms, heads, cos, sin, view, *pages)
-    y = join_kernel(s, view, jnp.zeros(TOKENS, jnp.int32), None, *sums, dtype=heads.dtype)
+    own_tile = jnp.asarray(np.arange(s.tokens, dtype=np.int32))  # a constant: no kernel
+    y = join_kernel(s, view, own_tile, None, *sums, dtype=heads.dtype)
     shapes = k_pages.shape, v_pages.shape
     pages = [jax.freeze(its).reshape(shape) for its, shape in zip(pages, shapes, strict=True)]
     return y[..., : s.value_lines * LINE], *pages
@@ -137,11 +142,13 @@ def _body(
     arrived, queries, stages, shared, heads_full, rotated, full, empty,
 ):  # fmt: skip
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    part, first = lax.rem(program, jnp.int32(s.parts)), lax.div(program, jnp.int32(s.parts))
+    unit, parts = lax.rem(program, jnp.int32(s.tokens * s.parts)), jnp.int32(s.parts)
+    number, part = lax.div(unit, parts), lax.rem(unit, parts)
+    first = lax.div(program, jnp.int32(s.tokens * s.parts))
     (load, arrived), (store, queries) = (
         views_of(stage, 2, interpreted=s.interpreted)[0] for stage in (arrived, queries)
     )
-    caches, early = (k_pages, v_pages), begins_early(TOKENS)
+    caches, early = (k_pages, v_pages), begins_early(s.tokens)
 
     def kinds_of(token):
         """Keys and values."""
@@ -150,26 +157,33 @@ def _body(
 
     @pl.when(warpgroup == 1)
     def _memory():
-        token = Token(s, view)
+        token = Token(s, view, number)
         kinds = kinds_of(token)
-        # The kernel before makes no others than the token's own.
+        # The kernel before makes no others than this step's.
         for its in kinds:
-            its.load_before_token(first)
-        wait_for_kernels_before(TOKENS)
+            its.load_before_step(first)
+        wait_for_kernels_before(s.tokens)
 
         def load_rest(i, carry):
             split = first + i * programs
             pl.when(i == 0)(lambda: plgpu.barrier_wait(rotated))
 
-            @pl.when(split == token.splits - 1)
+            before, count = token.blocks_before(split), token.blocks_of(split)
+
+            @pl.when(before < count)
             def _new():
-                _cache_token(s, token, part, caches, store, load)
-                for its in kinds:
-                    its.load(split, token.blocks_of(split) - 1)
+                _cache_tokens(s, token, part, caches, store, load)
+
+                def load_new(block, carry):
+                    for its in kinds:
+                        its.load(split, block)
+                    return carry
+
+                lax.fori_loop(before, count, load_new, None)
 
             for its in kinds:
                 plgpu.barrier_wait(its.empty)
-                its.load_before_token(split + programs)
+                its.load_before_step(split + programs)
             return carry
 
         lax.fori_loop(0, token.splits_from(first, programs), load_rest, None)
@@ -177,13 +191,13 @@ def _body(
     @pl.when(warpgroup == 0)
     def _compute():
         def load_heads():
-            wait_for_kernels_before(TOKENS)
-            _load_heads(s, heads, part, load, heads_full)
+            wait_for_kernels_before(s.tokens)
+            _load_heads(s, heads, number, part, load, heads_full)
 
         if not early:
             load_heads()
         # Before anything is known of the token.
-        angles = [FEW.over_columns(its.at[0]) for its in (cos, sin)]
+        angles = [_of_rows(s, number, its) for its in (cos, sin)]
         weights = FEW.weights_of_layer(norms)
         shared.begin()
 
@@ -203,7 +217,7 @@ def _body(
 
         if not early:
             rotate(True)
-        token = Token(s, view)
+        token = Token(s, view, number)
         keys, values = kinds_of(token)
 
         def attend(i, carry):
@@ -212,7 +226,7 @@ def _body(
                 pl.when(i <= 0)(lambda: rotate(is_real))
             blocks = jnp.where(is_real, token.blocks_of(split), 0)
             sums = sums_of_split(s, token, split, blocks, queries, keys, values, shared)
-            store_sums(s, part, split, is_real, sums, memory, shared)
+            store_sums(s, number, part, split, is_real, sums, memory, shared)
             return carry
 
         # A split of nothing is the first, see `hopper.rehearsal`.
@@ -221,34 +235,49 @@ def _body(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _load_heads(s: Sizes, heads, part, target, full):
-    """The part's queries, the new key and the new value, row by row."""
-    key = s.heads + part
+def _of_rows(s: Sizes, token, numbers):
+    """Cosines, or sines, of each row: its token's, see `_load_heads`."""
+    own = FEW.over_rows(FEW.over_columns(numbers.at[token]))
+    if s.tokens == 1:
+        return own
+    row = plgpu.broadcasted_iota(jnp.int32, FEW.shape, 0, layout=FEW.layout)
+
+    def with_key(other, rows):
+        its = FEW.over_rows(FEW.over_columns(numbers.at[other]))
+        return jnp.where(row == s.group + other, its, rows)
+
+    return lax.fori_loop(0, s.tokens, with_key, own)
+
+
+def _load_heads(s: Sizes, heads, token, part, target, full):
+    """The part's queries, then the keys and the values of all tokens, row by row."""
+    key, tokens = s.heads + part, pl.ds(0, s.tokens)
     for half, columns in enumerate(COLUMNS):
-        for head, row, count in (
-            (part * s.group, 0, s.group),
-            (key, s.group, 1),
-            (key + s.kv_heads, s.group + 1, 1),
-        ):
-            rows = target.at[half, pl.ds(row, count)]
-            plgpu.copy_gmem_to_smem(heads.at[0, pl.ds(head, count), columns], rows, full)
+        rows = target.at[half]
+        queries = heads.at[token, pl.ds(part * s.group, s.group), columns]
+        plgpu.copy_gmem_to_smem(queries, rows.at[pl.ds(0, s.group)], full)
+        for kind, head in enumerate((key, key + s.kv_heads)):
+            its = rows.at[pl.ds(s.group + kind * s.tokens, s.tokens)]
+            plgpu.copy_gmem_to_smem(heads.at[tokens, head, columns], its, full)
 
 
-def _cache_token(s: Sizes, token: Token, part, caches, rotated, arrived):
-    """Stores the new key, which is rotated, and the new value, and waits until they are there."""
-    place = token.row_of(token.position)
+def _cache_tokens(s: Sizes, token: Token, part, caches, rotated, arrived):
+    """Stores the new keys, which are rotated, and values of the token's request, and waits until
+    they are there."""
+    stages = (rotated, s.group), (arrived, s.group + s.tokens)
 
-    @pl.when(token.is_cached)
-    def _store():
-        for cache, stage, row in zip(
-            caches, (rotated, arrived), (s.group, s.group + 1), strict=True
-        ):
-            for half, columns in enumerate(COLUMNS):
-                plgpu.copy_smem_to_gmem(
-                    stage.at[half, pl.ds(row, 1)],
-                    cache.at[pl.ds(place, 1), part, columns],
-                    commit_group=False,
-                )
-        plgpu.commit_smem_to_gmem_group()
+    for number, (position, is_its) in enumerate(token.new):
 
+        @pl.when(is_its)
+        def _store(number=number, position=position):
+            place = token.row_of(position)
+            for cache, (stage, first) in zip(caches, stages, strict=True):
+                for half, columns in enumerate(COLUMNS):
+                    plgpu.copy_smem_to_gmem(
+                        stage.at[half, pl.ds(first + number, 1)],
+                        cache.at[pl.ds(place, 1), part, columns],
+                        commit_group=False,
+                    )
+
+    plgpu.commit_smem_to_gmem_group()
     plgpu.wait_smem_to_gmem(0)

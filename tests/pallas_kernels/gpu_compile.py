@@ -352,9 +352,12 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
             eps=1e-6, scale=0.1, implementation="mosaic_gpu",
         )  # fmt: skip
 
-    one, angle = (number(1), number(1), number(8, 256)), array(1, 64, dtype=jnp.float32)
-    arguments = array(1, 40, 128), array(48, 128), number(), angle, angle, cache, cache, *one
-    yield "attention of one token", rotated, arguments
+    for name, count in (("one token", 1), ("few tokens", 8)):
+        its_view = number(count), number(count), number(8, 256)
+        angles = [array(count, 64, dtype=jnp.float32)] * 2
+        of_layer = array(48, 128), number()
+        arguments = array(count, 40, 128), *of_layer, *angles, cache, cache, *its_view
+        yield f"attention of {name}", rotated, arguments
 
     def rotation_without_norms(heads, cos, sin, k_pages, v_pages, *view):
         return rotate_and_cache(

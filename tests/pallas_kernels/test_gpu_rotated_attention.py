@@ -1,4 +1,4 @@
-"""One token's heads and attention in one kernel: in the interpreter, with races, or on a GPU."""
+"""Few tokens' heads and attention in one kernel: in the interpreter, with races, or on a GPU."""
 
 from __future__ import annotations
 
@@ -27,25 +27,29 @@ pytestmark = pytest.mark.interpreter
 INTERPRETED = jax.default_backend() != "gpu"
 WIDTH, EPS, SCALE = 128, 1e-6, 0.1
 COLUMNS = 12  # pages of a request
+OTHERS = (70, 71, 72, 300), (63, 64, 40), (0, 1, 2, 3, 4, 5, 6, 300)
 
 
-def case(position, heads=4, kv_heads=1, page=64, normed=True, request=1):
-    """A token of the second request of two; what is not in its cache is NaN."""
-    rng = np.random.default_rng(position)
+def case(*positions, heads=4, kv_heads=1, page=64, normed=True, requests=(1,)):
+    """Tokens of two requests, by default of the second; what is not in their caches is NaN."""
+    rng, tokens = np.random.default_rng(positions[0]), len(positions)
+    requests = np.int32(requests * tokens)[:tokens]
 
     def normal(*shape):
         return rng.standard_normal(shape).astype(jnp.bfloat16)
 
-    angles = max(position, 0) * rng.standard_normal((1, WIDTH // 2)).astype(np.float32)
+    angles = np.float32(positions)[:, None] * rng.standard_normal(WIDTH // 2).astype(np.float32)
     pages = [np.full((2 * COLUMNS, page, kv_heads, WIDTH), np.nan, jnp.bfloat16) for _ in range(2)]
     tables = rng.permutation(2 * COLUMNS).astype(np.int32).reshape(2, COLUMNS)
-    seen = np.arange(min(position, COLUMNS * page))
-    for its in pages:
-        its[tables[request, seen // page], seen % page] = normal(len(seen), kv_heads, WIDTH)
+    for request in set(requests.tolist()):
+        first = min(its for its, of in zip(positions, requests, strict=True) if of == request)
+        seen = np.arange(min(first, COLUMNS * page))
+        for its in pages:
+            its[tables[request, seen // page], seen % page] = normal(len(seen), kv_heads, WIDTH)
     weights = in_layers((1 + normal(WIDTH) / 8, 1 + normal(WIDTH) / 8)) if normed else (None, None)
-    view = PageView(np.int32([request]), np.int32([position]), tables)
+    view = PageView(requests, np.int32(positions), tables)
     return (
-        normal(1, heads + 2 * kv_heads, WIDTH),
+        normal(tokens, heads + 2 * kv_heads, WIDTH),
         *weights,
         np.cos(angles),
         np.sin(angles),
@@ -54,7 +58,7 @@ def case(position, heads=4, kv_heads=1, page=64, normed=True, request=1):
     )
 
 
-def run(call, programs=2):
+def run(call, programs=2, detect_races=True):
     """In so many programs, which have several splits one after the other if these are more."""
     static = dict(eps=EPS, scale=SCALE, interpreted=INTERPRETED)
     kernel = jax.jit(functools.partial(mosaic_gpu.rotated_attention, **static))
@@ -64,18 +68,18 @@ def run(call, programs=2):
         mock.patch.object(mosaic_gpu, "PROGRAMS", programs),
         mock.patch.object(gpu_join, "AHEAD", 2),
     ):
-        return interpret(kernel, *call)
+        return interpret(kernel, *call, detect_races=detect_races)
 
 
 def check(call, **options):
-    """Values of the result and of the new place in the pages; all others stay what they are."""
+    """Values of the result and of the new places in the pages; all others stay what they are."""
     *_, k_pages, v_pages, view = call
     found, *pages = run(call, **options)
     q, *wanted = jax.jit(functools.partial(plain_rotation.rotate_and_cache, eps=EPS))(*call)
     expected = reference.paged_attention(q, *wanted, view, scale=SCALE)
     np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=2**-6, atol=2**-6)
-    page, inside = divmod(int(view.positions[0]), k_pages.shape[1])
-    place = int(view.page_tables[int(view.request[0]), page]), inside
+    pages_of_tokens, inside = np.divmod(view.positions, k_pages.shape[1])
+    place = view.page_tables[view.request, pages_of_tokens], inside
     for its, before, want in zip(pages, (k_pages, v_pages), wanted, strict=True):
         its, other = np.float32(its), np.array(before, np.float32)
         np.testing.assert_allclose(its[place], np.float32(want)[place], rtol=2**-6, atol=2**-6)
@@ -99,11 +103,25 @@ def test_equals_plain_operations(position):
         (70, dict(heads=12, kv_heads=1), {}),  # of more than 8
         pytest.param(70, dict(heads=2, kv_heads=2, page=128), {}, marks=pytest.mark.slow),
         pytest.param(300, dict(normed=False), {}, marks=pytest.mark.slow),
-        pytest.param(130, dict(request=0), {}, marks=pytest.mark.slow),
+        pytest.param(130, dict(requests=(0,)), {}, marks=pytest.mark.slow),
     ],
 )
 def test_sizes(position, sizes, options):
     check(case(position, **sizes), **options)
+
+
+def test_tokens_of_two_requests():
+    check(case(300, 70, requests=(1, 0), heads=6, kv_heads=2), programs=8)
+
+
+# All in a block, in two, in two splits; the first of all.
+@pytest.mark.parametrize(
+    "positions", [(254, 255, 256), *(pytest.param(its, marks=pytest.mark.slow) for its in OTHERS)]
+)
+def test_tokens_of_one_request(positions):
+    """Each program stores the new keys that it sees: for the interpreter, races."""
+    call = case(*positions, requests=(1,) * (len(positions) - 1) + (0,))
+    check(call, detect_races=False)
 
 
 def test_padding_gets_zeros_and_is_not_cached():
@@ -113,6 +131,17 @@ def test_padding_gets_zeros_and_is_not_cached():
     assert not np.float32(found).any()
     for its, before in zip(pages, (k_pages, v_pages), strict=True):
         assert np.asarray(its).tobytes() == before.tobytes()
+
+
+def test_padding_beside_a_token():
+    *arrays, view = case(5, 70, requests=(0, 1))
+    found, *pages = run((*arrays, view._replace(request=np.int32([-1, 1]))))
+    expected, *all_pages = run((*arrays, view))
+    assert not np.float32(found[0]).any()
+    assert np.asarray(found[1]).tobytes() == np.asarray(expected[1]).tobytes()
+    for its, others in zip(pages, all_pages, strict=True):
+        its, others = (np.asarray(pages)[view.page_tables[1]] for pages in (its, others))
+        assert its.tobytes() == others.tobytes()
 
 
 def test_positions_past_the_table_are_not_cached():
@@ -136,8 +165,8 @@ def test_what_it_cannot_serve(change, what):
         mosaic_gpu.check(heads, k_pages, v_pages, view)
 
 
-def test_it_serves_one_token():
-    heads, *_, k_pages, v_pages, view = case(5)
-    mosaic_gpu.check(heads, k_pages, v_pages, view)
-    with pytest.raises(NotImplementedError, match="one token"):
-        mosaic_gpu.check(np.concatenate([heads] * 2), k_pages, v_pages, view)
+def test_it_serves_few_tokens():
+    heads, *_, k_pages, v_pages, view = case(*range(9))
+    mosaic_gpu.check(heads[:8], k_pages, v_pages, view)
+    with pytest.raises(NotImplementedError, match="at most 8 tokens"):
+        mosaic_gpu.check(heads, k_pages, v_pages, view)
