@@ -268,11 +268,7 @@ def _body(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     if beside:
-
-        @pl.when(warpgroup == s.consumers)
-        def _load():
-            if layout.early:
-                wait()  # a program without tiles has not
-            beside.load()
-
+        # A program without tiles has not waited yet.
+        waits = wait if layout.early else None
+        pl.when(warpgroup == s.consumers)(lambda: beside.load(waits))
         pl.when(warpgroup == 0)(beside.compute)

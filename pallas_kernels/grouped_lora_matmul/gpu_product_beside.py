@@ -46,8 +46,10 @@ class ShrinkBeside:
         if not layout.interpreted:
             self.made = Made(arrivals, 0, None, says=self.makers, waits=waits)
 
-    def load(self):
-        pl.when(self.makes_some)(lambda: self.for_runs(self.shrinker.load_run))
+    def load(self, wait_for_x):
+        """`wait_for_x` as in `Shrinker.load_run`."""
+        load = functools.partial(self.shrinker.load_run, wait_for_x=wait_for_x)
+        pl.when(self.makes_some)(lambda: self.for_runs(load))
 
     def compute(self):
         @pl.when(self.makes_some)

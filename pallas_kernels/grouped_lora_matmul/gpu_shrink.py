@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -283,38 +284,60 @@ class Shrinker:
     def stage_of(self, step):
         return lax.rem(step, jnp.int32(self.schedule.stages))
 
-    def load_run(self, run: Run, step):
+    def load_run(self, run: Run, step, wait_for_x: Callable[[], None] | None = None):
+        """Loads x and A of a run's steps.
+
+        Args:
+          wait_for_x: waits for x, of one span, if there is none when this warpgroup starts.
+        """
+
         def k_loop(height, first_step):
-            # One warp issues copies too slowly; each of the four takes its part of every stage.
-            @plgpu.warp_map
-            def _load(warp):
-                step = first_step
-                for span in self.layout.spans:
-
-                    def k_step(k, step, span=span):
-                        stage = self.stage_of(step)
-
-                        @pl.when(step >= self.schedule.stages)
-                        def _wait():
-                            plgpu.barrier_wait(self.empty.at[stage])
-
-                        column = (k * SHRINK_STEPS + warp) * 64
-                        self.load_block(run, height, span, column, stage, warp)
-                        return step + 1
-
-                    step = lax.fori_loop(0, span.k_steps, k_step, step)
-
+            load = functools.partial(self.load_steps, first_step)
+            rows, factors = functools.partial(self.load_rows, run, height), self.load_factors
+            factors, begin = functools.partial(factors, run), 0
+            if wait_for_x is not None:
+                (span,) = self.layout.spans
+                # Until there is x, all of A that stages have room for.
+                begin = jnp.where(first_step == 0, min(span.k_steps, self.schedule.stages), 0)
+                load(factors, begin=0, end=begin)
+                pl.when(first_step == 0)(wait_for_x)
+                load(rows, begin=0, end=begin)
+            load(rows, factors, begin=begin)
             return first_step + self.layout.k_steps
 
         return for_height(self.schedule.heights, run.rows, k_loop, step)
 
-    def load_block(self, run: Run, height, span: Span, column, stage, block):
+    def load_steps(self, first_step, *loads, begin, end=None):
+        """What functions load of each block of the steps; of the first span from `begin` on, to
+        `end` if that is given."""
+
+        # One warp issues copies too slowly; each of the four takes its part of every stage.
+        @plgpu.warp_map
+        def _load(warp):
+            step, first = first_step, begin
+            for span in self.layout.spans:
+
+                def k_step(k, step, span=span):
+                    stage = self.stage_of(step)
+
+                    @pl.when(step >= self.schedule.stages)
+                    def _wait():
+                        plgpu.barrier_wait(self.empty.at[stage])
+
+                    column = (k * SHRINK_STEPS + warp) * 64
+                    for load in loads:
+                        load(span, column, stage, warp)
+                    return step + 1
+
+                last = span.k_steps if end is None else end
+                step, first = lax.fori_loop(first, last, k_step, step + first), 0
+
+    def load_rows(self, run: Run, height, span: Span, column, stage, block):
         plgpu.copy_gmem_to_smem(
             self.x.at[pl.ds(run.row, height), pl.ds(span.start + column, 64)],
             self.x_load.at[stage, block, pl.ds(0, height)],
             self.full.at[stage],
         )
-        self.load_factors(run, span, column, stage, block)
 
     def load_factors(self, run: Run, span: Span, column, stage, block):
         layout, barrier = self.layout, self.full.at[stage]

@@ -163,8 +163,8 @@ def _body(
 class _GatheringShrinker(Shrinker):
     """A shrink whose memory role loads A alone; rows are gathered."""
 
-    def load_block(self, run, height, span, column, stage, block):
-        self.load_factors(run, span, column, stage, block)
+    def load_rows(self, run, height, span, column, stage, block):
+        """Nothing: that is `gather_rows`."""
 
     def wait_for_stage(self, stage):
         """Who has stored to it has not fenced: that waits for all loads that are on their way."""

@@ -6,7 +6,9 @@ then a kernel of a graph waits as a whole.
 The rule for all kernels: every thread waits before it reads what other kernels write, and before it
 stores; and only then may the next kernel begin, or, of a small kernel, at once: the one before it
 may run still when the next one begins. So what a kernel reads before it waits must not be written
-by the two right before it: weights, and the number of a layer that others read before.
+by two of these kernels right before it: weights, the number of a layer that others read before,
+what XLA's kernels make of a step's input, as slots and positions, and keys and values of steps
+before.
 """
 
 from __future__ import annotations

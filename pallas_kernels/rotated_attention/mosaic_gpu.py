@@ -174,12 +174,14 @@ def _body(
             def _new():
                 _cache_tokens(s, token, part, caches, store, load)
 
-                def load_new(block, carry):
+                def load_new(block, carry=None):
                     for its in kinds:
                         its.load(split, block)
-                    return carry
 
-                lax.fori_loop(before, count, load_new, None)
+                if s.tokens == 1:
+                    load_new(before)
+                else:
+                    lax.fori_loop(before, count, load_new, None)
 
             for its in kinds:
                 plgpu.barrier_wait(its.empty)
