@@ -198,6 +198,8 @@ ATTENTION_CASES: tuple[AttentionCase, ...] = (
     AttentionCase("latent decode, long", **_LATENT, requests=64, context=32768, **_BANDWIDTH),
     AttentionCase("latent decode, products", **_LATENT, requests=128, context=8192, **_PRODUCTS),
     AttentionCase("16 heads decode", **_LITE, requests=64, context=4096, **_BANDWIDTH),
+    AttentionCase("16 heads decode, 128", **_LITE, requests=128, context=4096, **_BANDWIDTH),
+    AttentionCase("16 heads decode, long", **_LITE, requests=64, context=32768, **_BANDWIDTH),
     AttentionCase("16 heads, few requests", **_LITE, requests=4, context=32768, **_BANDWIDTH),
     AttentionCase("latent prefill", **_LATENT, **_WHOLE),
 )

@@ -53,8 +53,12 @@ DEVICE = AbstractMesh(
 
 
 @contextlib.contextmanager
-def interpreter(detect_races: bool = True):
-    """Interprets the one kernel that runs inside, and fails if it races."""
+def interpreter(detect_races: bool = True, begins_early: bool = False):
+    """Interprets the one kernel that runs inside, and fails if it races.
+
+    Args:
+      begins_early: whether it goes the ways of kernels that do, see `hopper.dependent_launch`.
+    """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
     params = plgpu.InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")
@@ -64,8 +68,10 @@ def interpreter(detect_races: bool = True):
             use_abstract_mesh(DEVICE),
             plgpu.force_gpu_interpret_mode(params),
             mock.patch.object(shared_memory.Barrier, "deallocate", ended),
+            mock.patch.object(implementation, "DEPENDENT_LAUNCH", begins_early),
             # The interpreter knows none of it: there kernels run one after another.
-            mock.patch.object(implementation, "DEPENDENT_LAUNCH", False),
+            mock.patch.object(plgpu, "griddepcontrol_wait", lambda: None),
+            mock.patch.object(plgpu, "griddepcontrol_launch_dependents", lambda: None),
             nothing_kept(),
         ):
             yield
@@ -85,9 +91,9 @@ def _deallocate(barrier, original):
     original(barrier)
 
 
-def interpret(function, *arguments, detect_races: bool = True):
-    """Results of a jitted function with one kernel, as NumPy arrays."""
-    with interpreter(detect_races):
+def interpret(function, *arguments, **options):
+    """Results of a jitted function with one kernel, as NumPy arrays; options of `interpreter`."""
+    with interpreter(**options):
         return jax.tree.map(np.asarray, function(*arguments))
 
 
@@ -198,6 +204,7 @@ class InnerCase(ProductCase):
     equal groups."""
 
     detect_races: bool = True
+    begins_early: bool = False
     equal: bool = False
 
     @functools.cached_property
@@ -244,8 +251,12 @@ class InnerCase(ProductCase):
         arguments = w, unmade, factors, self.bias("bfloat16")
         if self.layered:
             arguments = in_layers(arguments)
-        found = interpret(self.compiled, tables, x, *arguments, detect_races=self.detect_races)
+        found = interpret(self.compiled, tables, x, *arguments, **self.of_interpreter)
         return found, self.of_rows(*call, group, row_slots)
+
+    @property
+    def of_interpreter(self):
+        return dict(detect_races=self.detect_races, begins_early=self.begins_early)
 
     def check_normed(self, slot, more: bool):
         """Runs it for the one row of a slot, which it norms; (found, expected)."""
@@ -259,7 +270,8 @@ class InnerCase(ProductCase):
         if self.layered:
             *arguments, weight_of_layer = in_layers((*arguments, weight))
             norm = x, added, weight_of_layer
-        found = interpret(self.compiled, self.tables(group, slots), x, *arguments, norm)
+        tables = self.tables(group, slots)
+        found = interpret(self.compiled, tables, x, *arguments, norm, **self.of_interpreter)
         total = x if added is None else (np.float32(x) + np.float32(added)).astype(x.dtype)
         wide = np.float32(total)
         scale = 1 / np.sqrt((wide * wide).mean() + EPS)
@@ -359,7 +371,8 @@ def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, wid
 
     if by:
         tables = gpu_rows.chosen(by.tokens, by.top_k)
-    return interpret(run, tables, call[0], [its[0] for its in products], by and by[:3])
+    arguments = tables, call[0], [its[0] for its in products], by and by[:3]
+    return interpret(run, *arguments, **into.of_interpreter)
 
 
 def experts_of_tiles(into: ProductCase, out: InnerCase, batch, seed=0):

@@ -189,6 +189,9 @@ SLOW_INNER = {
 BESIDE = {
     "parts": BesideCase(11, 320, 192, (Term(0, 128, 16), Term(128, 64, 8))),
     "a layer of several": BesideCase(5, 64, 128, (Term(0, 128, 24),), layered=True, block=1),
+    "which begins early": BesideCase(
+        3, 320, 128, (Term(0, 128, 8),), layered=True, block=2, begins_early=True
+    ),
     "gated": BesideCase(3, 128, 256, (Term(0, 128, 8), Term(128, 128, 24)), gate=Gate()),
     "heads": BesideCase(12, 64, 128, (Term(0, 128, 8),), groups=3, block=3),
     "biased heads": BesideCase(12, 64, 128, (Term(0, 128, 8),), groups=3, block=3, biased=True),
@@ -226,10 +229,15 @@ def test_many_products_that_make_u(name, data, seed):
 
 
 @pytest.mark.parametrize(
-    "more, layered", [(True, True), pytest.param(False, False, marks=pytest.mark.slow)]
+    "more, layered, early",
+    [
+        (True, True, True),
+        pytest.param(True, True, False, marks=pytest.mark.slow),
+        pytest.param(False, False, False, marks=pytest.mark.slow),
+    ],
 )
-def test_product_that_norms_its_row(more, layered):
-    sizes = dict(groups=1, equal=True, layered=layered, biased=True)
+def test_product_that_norms_its_row(more, layered, early):
+    sizes = dict(groups=1, equal=True, layered=layered, biased=True, begins_early=early)
     case = InnerCase(1, 1024, 192, (Term(0, 128, 8), Term(128, 64, 24)), **sizes)
     found, expected = case.check_normed(2, more)
     for its, other in zip(found, expected, strict=True):
@@ -265,17 +273,19 @@ def test_experts_in_one_kernel(name):
 
 
 @pytest.mark.parametrize(
-    "dtype, corrected, adapted",
+    "dtype, corrected, adapted, early",
     [
-        pytest.param("bfloat16", False, True, marks=pytest.mark.slow),
-        ("float32", True, False),
+        pytest.param("bfloat16", False, True, False, marks=pytest.mark.slow),
+        pytest.param("float32", True, False, False, marks=pytest.mark.slow),
+        ("float32", True, False, True),
     ],
 )
-def test_experts_that_their_kernel_chooses(dtype, corrected, adapted):
+def test_experts_that_their_kernel_chooses(dtype, corrected, adapted, early):
     """Of two tokens, one of which is padding: no expert works on it."""
     tokens, top_k, count, scoring = 2, 3, 32, Scoring(scale=1.5)
     rows, terms = tokens * top_k, (Term(0, 128, 8), Term(128, 128, 24)) * adapted
-    into = InnerCase(rows, 320, 256, terms, gate=Gate(), groups=count, layered=adapted)
+    of_case = dict(groups=count, layered=adapted, begins_early=early)
+    into = InnerCase(rows, 320, 256, terms, gate=Gate(), **of_case)
     of_down = (Term(0, 192, 16),) * adapted
     out = InnerCase(rows, 128, 192, of_down, groups=count, layered=adapted)
     rng = np.random.default_rng(0)

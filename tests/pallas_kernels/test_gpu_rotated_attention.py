@@ -58,7 +58,7 @@ def case(*positions, heads=4, kv_heads=1, page=64, normed=True, requests=(1,)):
     )
 
 
-def run(call, programs=2, detect_races=True):
+def run(call, programs=2, **options):
     """In so many programs, which have several splits one after the other if these are more."""
     static = dict(eps=EPS, scale=SCALE, interpreted=INTERPRETED)
     kernel = jax.jit(functools.partial(mosaic_gpu.rotated_attention, **static))
@@ -68,7 +68,7 @@ def run(call, programs=2, detect_races=True):
         mock.patch.object(mosaic_gpu, "PROGRAMS", programs),
         mock.patch.object(gpu_join, "AHEAD", 2),
     ):
-        return interpret(kernel, *call, detect_races=detect_races)
+        return interpret(kernel, *call, **options)
 
 
 def check(call, **options):
@@ -112,6 +112,14 @@ def test_sizes(position, sizes, options):
 
 def test_tokens_of_two_requests():
     check(case(300, 70, requests=(1, 0), heads=6, kv_heads=2), programs=8)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU it does or does not")
+@pytest.mark.parametrize(
+    "positions, requests", [((300,), (1,)), pytest.param((70, 300), (1, 0), marks=pytest.mark.slow)]
+)
+def test_it_begins_early(positions, requests):
+    check(case(*positions, requests=requests), begins_early=True)
 
 
 # All in a block, in two, in two splits; the first of all.

@@ -318,7 +318,9 @@ def test_products_that_cannot_make_u():
 
 
 @pytest.mark.parametrize("rows", [2, 8, 32, 64, 96])
-@pytest.mark.parametrize("k, width, ranks", [(2048, 5120, (16, 16, 16)), (4096, 2048, (16,)), (2048, 128, (16,))])
+@pytest.mark.parametrize(
+    "k, width, ranks", [(2048, 5120, (16, 16, 16)), (4096, 2048, (16,)), (2048, 128, (16,))]
+)
 def test_shrinks_beside_products_of_few_rows(rows, k, width, ranks):
     x = array(rows, k)
     factors = tuple(array(8, 1, rank, k) for rank in ranks)
