@@ -256,13 +256,13 @@ def _body(
 ):
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     first, words = layouts[0], given.words
-    if not choice_layout:
-        wait_for_kernels_before(first.rows)
-    else:
+    if choice_layout:
         *u, experts, weights = u
         arrays = given.logits, given.tokens, given.correction, experts, weights
         choice = ChosenRows(choice_layout, program, arrays, **choice)
         words = choice.words
+    else:
+        wait_for_kernels_before(first.rows)
     count = first.rows if first.single_rows else given.count[given.count.shape[0] - 1]
     rows = count, words, given.places, given.run_ends
     into, out = (

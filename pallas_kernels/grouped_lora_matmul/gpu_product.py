@@ -253,7 +253,7 @@ def _body(
     @pl.when(warpgroup < s.consumers)
     def _compute():
         if layout.early and not layout.normed:
-            wait()
+            wait()  # else `make_x` does
         # What the other warpgroup has given back of the 168 that each begins with.
         set_registers("increase", 224 if layout.in_place else 232)
         in_place = InPlace(feed, stages, health, judged, warpgroup) if layout.in_place else None

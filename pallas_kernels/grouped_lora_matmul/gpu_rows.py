@@ -331,9 +331,9 @@ def chosen(tokens, choices: int) -> Tables:
 
 
 def zeros_to_count(numbers, size: int):
-    """`arrivals` of so many words; the numbers are any that are no less than -1."""
+    """`arrivals` of so many words; the numbers are any that are not as low as -2³⁰."""
     # What the compiler knows to be zero might be anybody's.
-    return jnp.full(size, (jnp.min(numbers) < -1).astype(jnp.int32))
+    return jnp.full(size, (jnp.min(numbers) < -(2**30)).astype(jnp.int32))
 
 
 def _route_counted(groups, slots, place, choices):

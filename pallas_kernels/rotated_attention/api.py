@@ -1,6 +1,6 @@
 """`rotated_attention`: what a grouped attention does with its heads, from their product on.
 
-The definition is that of its parts, `rotate_and_cache` and `paged_attention`; of one token a
+The definition is that of its parts, `rotate_and_cache` and `paged_attention`; of few tokens a
 platform may have one kernel for both, with the same bits.
 """
 

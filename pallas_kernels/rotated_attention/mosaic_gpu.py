@@ -44,6 +44,9 @@ from pallas_kernels.rotated_attention.gpu_sums import (
 from pallas_kernels.rotated_attention.gpu_token import Blocks, Token
 
 MOST_TOKENS = 8
+# Of a program, one after the other: each is loaded when the one before has been read. With more the
+# kernels apart are better, whose loads are further ahead.
+MOST_SPLITS = 8
 
 
 def check(heads, k_pages, v_pages, view):
@@ -56,6 +59,12 @@ def check(heads, k_pages, v_pages, view):
         raise NotImplementedError(
             f"mosaic_gpu: at most {MOST_TOKENS} tokens, and at most {MOST_HEADS} query heads of a "
             f"key/value head (heads {list(heads.shape)}, k_pages {list(k_pages.shape)})"
+        )
+    s = _sizes(q, k_pages, v_pages, view, scale=1.0, interpreted=False)
+    if s.tokens * s.parts * s.spread > MOST_SPLITS * PROGRAMS:
+        raise NotImplementedError(
+            f"mosaic_gpu: {tokens} tokens of at most {view.page_tables.shape[1] * s.page} "
+            f"positions: a program would have more than {MOST_SPLITS} splits of {s.split}"
         )
 
 
