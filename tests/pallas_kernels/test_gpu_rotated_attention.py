@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import PageView
@@ -130,6 +132,25 @@ def test_tokens_of_one_request(positions):
     """Each program stores the new keys that it sees: for the interpreter, races."""
     call = case(*positions, requests=(1,) * (len(positions) - 1) + (0,))
     check(call, detect_races=False)
+
+
+@st.composite
+def chunks(draw):
+    """Tokens of chunks of two requests, in any order: positions, requests, and a page's size."""
+    page = draw(st.sampled_from([16, 64]))
+    tokens = [
+        (draw(st.shared(st.integers(0, 11 * page), key=f"{page}, {request}")) + i, request)
+        for request in (0, 1)
+        for i in range(draw(st.integers(1, 4)))
+    ]
+    return *zip(*draw(st.permutations(tokens)), strict=True), page
+
+
+@settings(deadline=None, max_examples=3, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(chunks())
+def test_chunks_in_any_order(chunks):
+    positions, requests, page = chunks
+    check(case(*positions, requests=requests, page=page), detect_races=False)
 
 
 def test_padding_gets_zeros_and_is_not_cached():
