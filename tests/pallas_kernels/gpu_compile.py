@@ -354,10 +354,9 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
 
     for name, count in (("one token", 1), ("few tokens", 8)):
         its_view = number(count), number(count), number(8, 256)
-        angles = [array(count, 64, dtype=jnp.float32)] * 2
-        of_layer = array(48, 128), number()
-        arguments = array(count, 40, 128), *of_layer, *angles, cache, cache, *its_view
-        yield f"attention of {name}", rotated, arguments
+        of_layer, angle = (array(48, 128), number()), array(count, 64, dtype=jnp.float32)
+        call = array(count, 40, 128), *of_layer, angle, angle, cache, cache, *its_view
+        yield f"attention of {name}", rotated, call
 
     def rotation_without_norms(heads, cos, sin, k_pages, v_pages, *view):
         return rotate_and_cache(
