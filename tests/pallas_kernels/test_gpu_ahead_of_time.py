@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 60
+CALLS = 62
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
@@ -40,9 +40,9 @@ MAY_SPILL = {  # bytes
 KERNELS = {
     "attention of few": 2,
     "attention of one token": 2,
+    "attention of few tokens": 2,
     "attention of few with sinks": 2,
     "latent attention of few": 2,
-    "narrow float32 of few": 2,
     "dense of many tokens": 2,
     "experts of few tokens": 2,
     "route": 0,  # Triton's: one for few rows, one for tiles and one for runs of many
@@ -112,7 +112,7 @@ def test_decode():
             "layered dense of one token,layered narrow of few tokens,"
             "rotation,rotation without norms,"
             "attention of groups of three,attention of few,attention of few with sinks,"
-            "attention of one token,"
+            "attention of one token,attention of few tokens,"
             "latent attention of few,"
             "attention gradients of queries,attention gradients of queries with sinks,"
             "attention gradients of keys,latent attention gradients of queries,"
