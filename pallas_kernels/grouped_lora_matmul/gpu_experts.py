@@ -289,7 +289,7 @@ def _body(
     @pl.when(warpgroup == 0)
     def _compute():
         if choice:
-            choice.make(program)
+            choice.make()
         steps = into.compute(jnp.int32(0), h_made.say)
         out.compute(steps, None)
         # Read is enough: the kernel's end makes what was stored visible.

@@ -55,11 +55,12 @@ class ChosenRows:
     """
 
     def __init__(self, layout: ChoiceLayout, program, arrays, words, scores, chosen):
-        self.layout, self.stores = layout, program == layout.programs - 1  # it has least to do
+        self.layout, self.program = layout, program
+        self.stores = program == layout.programs - 1  # it has least to do
         self.logits, self.tokens, self.correction, self.experts, self.weights = arrays
         self.words, self.scores, self.chosen = words, scores, chosen
 
-    def make(self, program):
+    def make(self):
         """For the warpgroup that multiplies, which waits for the kernels before."""
         tokens = self.layout.tokens
         bias = None if self.correction is None else load_numbers(self.correction)
@@ -68,7 +69,7 @@ class ChosenRows:
             pl.when(token == 0)(lambda: wait_for_kernels_before(tokens))
             self._choose(jnp.maximum(token, 0), bias, is_real)
 
-        rehearsed(begins_early(tokens), tokens, program, choose)
+        rehearsed(begins_early(tokens), tokens, self.program, choose)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.chosen)
 

@@ -293,8 +293,8 @@ class Shrinker:
 
         def k_loop(height, first_step):
             load = functools.partial(self.load_steps, first_step)
-            rows, factors = functools.partial(self.load_rows, run, height), self.load_factors
-            factors, begin = functools.partial(factors, run), 0
+            rows = functools.partial(self.load_rows, run, height)
+            factors, begin = functools.partial(self.load_factors, run), 0
             if wait_for_x is not None:
                 (span,) = self.layout.spans
                 # Until there is x, all of A that stages have room for.

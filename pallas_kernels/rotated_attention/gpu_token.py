@@ -34,9 +34,9 @@ class Token:
         self.position = jnp.minimum(position, positions - 1)
         self.last_block = jnp.where(request >= 0, floor(self.position, BLOCK), -1)
         self.splits = floor(self.last_block + s.rounds, s.rounds)
-        others = [(view.request[its], view.positions[its]) for its in range(s.tokens)]
         self.new, first = [], self.position
-        for of, place in others:
+        for other in range(s.tokens):
+            of, place = view.request[other], view.positions[other]
             is_its = (request >= 0) & (of == request) & (place < positions) & (place <= position)
             self.new.append((place, is_its))
             first = jnp.minimum(first, jnp.where(is_its, place, first))

@@ -151,9 +151,9 @@ def _body(
     arrived, queries, stages, shared, heads_full, rotated, full, empty,
 ):  # fmt: skip
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    unit, parts = lax.rem(program, jnp.int32(s.tokens * s.parts)), jnp.int32(s.parts)
+    units, parts = jnp.int32(s.tokens * s.parts), jnp.int32(s.parts)
+    unit, first = lax.rem(program, units), lax.div(program, units)
     number, part = lax.div(unit, parts), lax.rem(unit, parts)
-    first = lax.div(program, jnp.int32(s.tokens * s.parts))
     (load, arrived), (store, queries) = (
         views_of(stage, 2, interpreted=s.interpreted)[0] for stage in (arrived, queries)
     )

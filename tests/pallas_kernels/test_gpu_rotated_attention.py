@@ -201,18 +201,15 @@ def test_it_serves_few_tokens():
         mosaic_gpu.check(heads, k_pages, v_pages, view)
 
 
-def test_it_serves_sequences_of_which_a_program_has_few_splits():
-    heads, *_, k_pages, v_pages, view = case(*range(8), heads=8, kv_heads=4)
-    longest = {8: 33 * 256, 1: 264 * 256}  # of 132 programs
-    for tokens, positions in longest.items():
-        for more in (0, 1):
-            columns = positions // 64 + more
-            tables = np.zeros((2, columns), np.int32)
-            arguments = heads[:tokens], k_pages, v_pages, view._replace(page_tables=tables)
-            if not more:
-                mosaic_gpu.check(*arguments)
-                continue
-            with pytest.raises(
-                NotImplementedError, match=f"{tokens} tokens of at most {columns * 64}"
-            ):
-                mosaic_gpu.check(*arguments)
+# Of 132 programs.
+@pytest.mark.parametrize("tokens, longest", [(8, 33 * 256), (1, 264 * 256)])
+def test_it_serves_sequences_of_which_a_program_has_few_splits(tokens, longest):
+    heads, *_, k_pages, v_pages, view = case(*range(tokens), heads=8, kv_heads=4)
+
+    def check_with(columns):
+        tables = np.zeros((2, columns), np.int32)
+        mosaic_gpu.check(heads, k_pages, v_pages, view._replace(page_tables=tables))
+
+    check_with(longest // 64)
+    with pytest.raises(NotImplementedError, match=f"{tokens} tokens of at most {longest + 64} "):
+        check_with(longest // 64 + 1)
