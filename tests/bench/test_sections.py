@@ -39,7 +39,6 @@ from pallas_kernels.shapes import EXPERT_SHAPES, ProductShape
 from tests.bench.fakes import TINY
 
 quick = functools.partial(timing.wall_times, rounds=2)
-quick_elapsed = functools.partial(timing.elapsed_times, rounds=3, warm=0, busy=0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +85,7 @@ def test_layer(few_layers):
 
     def timer(programs):
         outputs.update({name: program() for name, program in programs.items()})
-        return quick_elapsed(programs)
+        return quick(programs)
 
     (row,) = layer.measure(TINY, (4,), timer, rank=2)
     assert row.lora_over_base > 0 and row.lora_us is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from concurrent.futures import Future
 
 import jax
@@ -83,6 +82,26 @@ def test_no_kernel_is_an_error(monkeypatch):
         timing.kernel_times({"nothing": ready("empty")}, rounds=1)
 
 
+class Clock:
+    """Time that passes only where a test says so: a busy machine changes nothing."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def pass_until(self, moment: float) -> None:
+        self.now = max(self.now, moment)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
 @pytest.mark.parametrize(
     "timer",
     [
@@ -90,44 +109,38 @@ def test_no_kernel_is_an_error(monkeypatch):
         lambda programs: timing.elapsed_times(programs, rounds=3, warm=0, busy=0),
     ],
 )
-def test_wall_clock_takes_turns(timer):
+def test_wall_clock_takes_turns(timer, clock):
     log = []
 
-    def run(name):
-        return ready(lambda: (log.append(name), time.sleep(1e-3)))
+    def run(name, seconds):
+        return ready(lambda: (log.append(name), clock.pass_until(clock.now + seconds)))
 
-    times = timer({"a": run("a"), "b": run("b")})
-    assert times["a"].call > 0 and times["b"].kernels == {}
+    times = timer({"a": run("a", 1e-3), "b": run("b", 2e-3)})
+    assert [times[name].call for name in "ab"] == pytest.approx([1e-3, 2e-3])
+    assert times["b"].kernels == {}
     assert log.count("a") == log.count("b") >= 3
     turns = [name for name, _ in itertools.groupby(log)]
     assert turns == ["a", "b"] * (len(turns) // 2) and len(turns) >= 6
 
 
-def test_elapsed_time_leaves_the_start_out(monkeypatch):
+def test_elapsed_time_leaves_the_start_out(clock):
     """Calls that take 1 ms after a start of 20 ms: the first of several launched together."""
-    now = busy_until = 0.0
-
-    class Clock:
-        @staticmethod
-        def perf_counter():
-            return now
+    busy_until = 0.0
 
     class Result:
         def __init__(self, end):
             self.end = end
 
         def block_until_ready(self):
-            nonlocal now
-            now = max(now, self.end)
+            clock.pass_until(self.end)
 
     def launch():
         nonlocal busy_until
-        if now >= busy_until:
-            busy_until = now + 20e-3
+        if clock.now >= busy_until:
+            busy_until = clock.now + 20e-3
         busy_until += 1e-3
         return Result(busy_until)
 
-    monkeypatch.setattr(timing, "time", Clock)
     times = timing.elapsed_times({"a": ready(launch)}, rounds=3, warm=0)
     assert times["a"].call == pytest.approx(1e-3)
 
