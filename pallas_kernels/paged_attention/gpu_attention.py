@@ -44,6 +44,7 @@ from pallas_kernels.hopper.memory import drain, overlaid, two_views
 from pallas_kernels.hopper.store import whole_lines
 from pallas_kernels.paged_attention.gpu_consumer import Consumer
 from pallas_kernels.paged_attention.gpu_join import join_kernel
+from pallas_kernels.paged_attention.gpu_loading_partners import LoadingPartner
 from pallas_kernels.paged_attention.gpu_partners import Partner
 from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, ROWS, Sizes
 from pallas_kernels.paged_attention.gpu_splits import (
@@ -89,7 +90,7 @@ def attention_kernel(sizes: Sizes, q, caches, view, sinks=None):
         out_type=results,
         grid=(programs,),
         grid_names=("program",),
-        num_threads=s.warpgroups + 1,
+        num_threads=s.warpgroups + s.memory_warpgroup,
         thread_name="warpgroup",
         scratch_types=_scratch(s, q.dtype),
         compiler_params=plgpu.CompilerParams(
@@ -137,8 +138,10 @@ def _scratch(s: Sizes, dtype):
             plgpu.Barrier(num_arrivals=BLOCK // s.copy * len(piece), num_barriers=s.stages)
             for piece in s.pieces(0)
         ],
-        empty=[plgpu.Barrier(num_arrivals=s.tiles, num_barriers=s.stages) for _ in s.pieces(0)],
     )
+    if s.memory_warpgroup:
+        empty = plgpu.Barrier(num_arrivals=s.tiles, num_barriers=s.stages)
+        scratch["empty"] = [empty for _ in s.pieces(0)]
     if s.spread and s.consumers == 1:
         half = (plgpu.TilingTransform((1, LINE // 2)), plgpu.SwizzleTransform(128))
         scratch["partial"] = plgpu.SMEM((s.value_lines, ROWS, LINE), jnp.float32, transforms=half)
@@ -147,9 +150,9 @@ def _scratch(s: Sizes, dtype):
         scratch |= dict(maxima=numbers, totals=numbers, kept=[numbers, numbers])
         scratch["published"] = plgpu.Barrier(num_barriers=s.consumers)
         scratch["scored"] = plgpu.Barrier(num_arrivals=s.consumers)
-    elif s.interpreted:
+    if s.interpreted:
         # The interpreter multiplies only what is in shared memory.
-        scratch["weights"] = [plgpu.SMEM((ROWS, BLOCK), dtype) for _ in range(s.tiles)]
+        scratch["weights"] = [plgpu.SMEM((ROWS, BLOCK), dtype) for _ in range(s.warpgroups)]
     if s.tiles > 1:
         scratch["cleared"] = plgpu.Barrier(num_arrivals=s.tiles)
     return scratch
@@ -173,27 +176,39 @@ def _body(
     wait_for_kernels_before(sizes.tokens)
     units = count[0] * sizes.parts
     mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
-    loader = Loader(sizes, page_tables, caches, *(scratch[x] for x in ("stages", "full", "empty")))
-    kind = Consumer if sizes.consumers == 1 else Partner
+    loader = Loader(sizes, page_tables, caches, scratch["stages"], scratch["full"])
 
     def unit(i):
         return unit_at(sizes, words, program + i * programs)
 
-    @pl.when(warpgroup == sizes.warpgroups)
-    def _memory():
-        if sizes.warpgroups > 1:
-            plgpu.set_max_registers(24, action="decrease")
-        steps = lax.fori_loop(0, mine, lambda i, step: loader.load(unit(i), step), jnp.int32(0))
-        for empty in loader.empty:
-            drain(empty, steps, sizes.stages)
+    if sizes.memory_warpgroup:
+
+        @pl.when(warpgroup == sizes.warpgroups)
+        def _memory():
+            if sizes.warpgroups > 1:
+                plgpu.set_max_registers(24, action="decrease")
+
+            def load(i, step):
+                return loader.load(unit(i), step, scratch["empty"])
+
+            steps = lax.fori_loop(0, mine, load, jnp.int32(0))
+            for empty in scratch["empty"]:
+                drain(empty, steps, sizes.stages)
 
     for number in range(sizes.warpgroups):
-        consumer = kind(number, sizes, one_split, q, sinks, results, **scratch)
+        consumer = _consumer(sizes, loader)(number, sizes, one_split, q, sinks, results, **scratch)
 
         @pl.when(warpgroup == number)
         def _compute(consumer=consumer):
-            if sizes.warpgroups > 1:
+            if sizes.memory_warpgroup and sizes.warpgroups > 1:
                 plgpu.set_max_registers(240, action="increase")
-            lax.fori_loop(0, mine, lambda i, step: consumer.compute(unit(i), i, step), jnp.int32(0))
+            consumer.run(unit, mine)
             if consumer.part == 0:
                 drain(consumer.stored, mine, 1)
+
+
+def _consumer(sizes: Sizes, loader: Loader):
+    """The kind of warpgroup that multiplies."""
+    if sizes.consumers == 1:
+        return Consumer
+    return Partner if sizes.memory_warpgroup else functools.partial(LoadingPartner, loader)

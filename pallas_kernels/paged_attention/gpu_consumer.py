@@ -57,9 +57,13 @@ class Consumer:
         self.y, self.memory, self.partial = results[0], results[1:], partial
         views = views_of(q_stage[self.tile], 2, 2, interpreted=sizes.interpreted)
         (self.q_load, self.q_stage), (self.out_store, self.out) = views
-        self.stages, self.weights = stages, weights and weights[self.tile]
+        self.stages, self.weights = stages, weights and weights[number]
         self.q_full, self.stored = q_full[self.tile], stored[self.tile]
         self.full, self.empty, self.cleared = full, empty, cleared
+
+    def run(self, unit, units):
+        """Computes unit(i) for each i below the number of this program's units."""
+        lax.fori_loop(0, units, lambda i, step: self.compute(unit(i), i, step), jnp.int32(0))
 
     def compute(self, unit: Unit, i, step):
         s, tile = self.sizes, tile_of(self.sizes, unit, self.tile)
@@ -150,19 +154,30 @@ class Consumer:
         weights = weights_of(scores, maximum)
         sums = scaled_to(maximum, sums)
         total = sums.total + weights.sum(axis=1)
-        s, weights = self.sizes, weights.astype(self.q.dtype)
-        if s.interpreted:
-            self.weights[...] = weights
-            weights = self.weights
-        values = self.add_values(lambda: weights, stage_of(s, step), self.empty, sums.values)
+        weights = self.operand(weights.astype(self.q.dtype))
+        give_back = [
+            functools.partial(self.give_back, number, step) for number in range(len(self.empty))
+        ]
+        values = self.add_values(weights, stage_of(self.sizes, step), give_back, sums.values)
         return Sums(maximum, total, values), step + 1
+
+    def operand(self, weights):
+        """What gives P of the consumer's block, rounded, to a product."""
+        if not self.sizes.interpreted:
+            return lambda: weights
+        self.weights[...] = weights
+        return lambda: self.weights
+
+    def give_back(self, number, step, owner=0):
+        """Says that nobody needs a piece of a consumer's block any more."""
+        plgpu.barrier_arrive(self.empty[number].at[stage_of(self.sizes, step, owner)])
 
     def scores(self, unit: Unit, tile: Unit, positions, block, step):
         """Q · Kᵀ of the consumer's block, scaled for powers of two; -inf where a row may not look.
 
         Values of the block that no row of the unit may look at become zeros.
         """
-        s, stage = self.sizes, stage_of(self.sizes, step + self.part)
+        s, stage = self.sizes, stage_of(self.sizes, step, self.part)
         # Else the compiler keeps the addresses of all queries, for which there are no registers.
         zero = unknown(0, block)
 
@@ -215,12 +230,12 @@ class Consumer:
 
         return lax.cond(hidden, mask, lambda scores: scores, scores)
 
-    def add_values(self, weights, stage, empty, sums):
+    def add_values(self, weights, stage, give_back, sums):
         """The sums plus P · V of a block, of this consumer's columns; gives back what they were.
 
         Args:
           weights: gives P, in registers or in shared memory.
-          empty: barriers of the columns, one for each of the sums, then of what nobody needs after.
+          give_back: gives back columns, one for each of the sums, then what nobody needs after.
         """
         first = self.part * len(sums)
 
@@ -228,9 +243,9 @@ class Consumer:
             left = weights()  # references are to be taken in here
             for number, accumulator in enumerate(accumulators, first):
                 plgpu.wgmma(accumulator, left, self.values(stage, number))
-            for done, its in enumerate(empty, 1):
+            for done, its in enumerate(give_back, 1):
                 plgpu.wgmma_wait(max(0, len(sums) - done))
-                plgpu.barrier_arrive(its.at[stage])
+                its()
 
         return tuple(continued(list(sums), add, self.sizes.interpreted))
 

@@ -45,19 +45,25 @@ class Partner(Consumer):
 
     def attend(self, unit: Unit, tile: Unit, positions, round_, state):
         sums, step = state
+        give_back = self.givers(unit, round_, step)
         scores = self.scores(unit, tile, positions, 2 * round_ + self.part, step)
         if self.part == 0:
             maximum = jnp.maximum(sums.maximum, scores.max(axis=1))
             weights, total = self.publish(scores, maximum, step)
-            sums = self.add_own(weights, total, scaled_to(maximum, sums), step)
-            sums = self.add_others(scaled_to(self.maximum_of_other(), sums), step)
+            sums = self.add_own(weights, total, scaled_to(maximum, sums), step, give_back)
+            sums = self.add_others(scaled_to(self.maximum_of_other(), sums), step, give_back)
         else:
             before = self.maximum_of_other()
             maximum = jnp.maximum(before, scores.max(axis=1))
             weights, total = self.publish(scores, maximum, step)
-            sums = self.add_others(scaled_to(before, sums), step)
-            sums = self.add_own(weights, total, scaled_to(maximum, sums), step)
+            sums = self.add_others(scaled_to(before, sums), step, give_back)
+            sums = self.add_own(weights, total, scaled_to(maximum, sums), step, give_back)
         return sums, step + 2
+
+    def givers(self, unit: Unit, round_, step):
+        """give_back(owner, number): of a round, the piece of this number of a partner's block."""
+        del unit, round_
+        return lambda owner, number: self.give_back(number, step, owner)
 
     def publish(self, scores, maximum, step):
         """Makes P, which it returns with the rows' sums, and lets the other have it."""
@@ -74,30 +80,34 @@ class Partner(Consumer):
         plgpu.barrier_wait(self.published.at[self.other])
         return _of_rows(self.maxima.at[self.other])
 
-    def add_own(self, weights, total, sums: Sums, step) -> Sums:
-        def in_registers():
-            return weights
-
-        # The interpreter multiplies only what is in shared memory.
-        in_memory = functools.partial(self.weights_in_memory, self.part, step)
-        get = in_memory if self.sizes.interpreted else in_registers
-        stage, half = stage_of(self.sizes, step + self.part), len(self.empty) // 2
-        values = self.add_values(get, stage, self.empty[:half], sums.values)
+    def add_own(self, weights, total, sums: Sums, step, give_back) -> Sums:
+        own, _ = self.pieces_added()
+        stage = stage_of(self.sizes, step, self.part)
+        give_back = [functools.partial(give_back, self.part, number) for number in own]
+        values = self.add_values(self.operand(weights), stage, give_back, sums.values)
         return Sums(sums.maximum, sums.total + total, values)
 
-    def add_others(self, sums: Sums, step) -> Sums:
-        stage, half = stage_of(self.sizes, step + self.other), len(self.empty) // 2
-        # Its owner waited for them as well, but only a wait of its own makes a warpgroup see them.
-        for full in self.full[half:]:
-            plgpu.barrier_wait(full.at[stage])
+    def add_others(self, sums: Sums, step, give_back) -> Sums:
         get = functools.partial(self.weights_in_memory, self.other, step)
-        values = self.add_values(get, stage, self.empty[half:], sums.values)
+        _, others = self.pieces_added()
+        stage = stage_of(self.sizes, step, self.other)
+        # Its owner waited for them as well, but only a wait of its own makes a warpgroup see them.
+        for number in others:
+            plgpu.barrier_wait(self.full[number].at[stage])
+        give_back = [functools.partial(give_back, self.other, number) for number in others]
+        values = self.add_values(get, stage, give_back, sums.values)
         return Sums(sums.maximum, sums.total, values)
+
+    def pieces_added(self):
+        """Which pieces of its own block, and of the other's, a partner is the last to need."""
+        pieces = range(len(self.full))
+        half = len(pieces) // 2
+        return pieces[:half], pieces[half:]
 
     def weights_in_memory(self, owner, step):
         """Where P of a block is: its rotary keys are past all products."""
         rotary = self.stages[self.sizes.value_cache + 1]
-        return rotary.at[stage_of(self.sizes, step + owner), 0, :, pl.ds(0, LINE)]
+        return rotary.at[stage_of(self.sizes, step, owner), 0, :, pl.ds(0, LINE)]
 
     def whole(self, sums: Sums) -> Sums:
         """The sums with both partners' totals. Nobody reads the queries any more then."""

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from pallas_kernels import implementation
 from pallas_kernels.hopper.machine import SHARED_MEMORY
 
 ROWS = 64  # (token, head) pairs of a tile
@@ -114,6 +115,15 @@ class Sizes:
     def warpgroups(self) -> int:
         """Those that multiply."""
         return self.consumers * self.tiles
+
+    @property
+    def memory_warpgroup(self) -> bool:
+        """Whether there is one more, which loads what they multiply.
+
+        Partners need more registers than each of three warpgroups begins with. Where these cannot
+        be given away there are but two, who load as well.
+        """
+        return self.consumers == 1 or implementation.REGISTERS_MOVE
 
     @property
     def round_size(self) -> int:

@@ -33,6 +33,11 @@ class Unit:
     end_round: jax.Array
 
     @property
+    def has_rounds(self):
+        """Not so for padding."""
+        return self.first_round < self.end_round
+
+    @property
     def last(self):
         """The position of the last token."""
         return self.position + self.tokens - 1
@@ -80,64 +85,70 @@ def tile_of(sizes: Sizes, unit: Unit, number: int) -> Unit:
     )
 
 
-def stage_of(sizes: Sizes, step):
-    return lax.rem(step, jnp.int32(sizes.stages))
+def stage_of(sizes: Sizes, step, owner: int = 0):
+    """Where a consumer's block is, of the round that begins with this step."""
+    return lax.rem(step + owner, jnp.int32(sizes.stages))
 
 
 class Loader:
-    """The memory warpgroup of a program: fills stages as they are given back."""
+    """Fills stages."""
 
-    def __init__(self, sizes: Sizes, page_tables, caches, stages, full, empty):
+    def __init__(self, sizes: Sizes, page_tables, caches, stages, full):
         self.sizes, self.page_tables, self.caches = sizes, page_tables, caches
-        self.stages, self.full, self.empty = stages, full, empty
+        self.stages, self.full = stages, full
 
-    def load(self, unit: Unit, step):
+    def load(self, unit: Unit, step, empty):
+        """Loads a unit, a stage when it has been given back: for a warpgroup that does no more."""
         s = self.sizes
+
+        head = floor(unit.part, s.units_of_head)
 
         def load_round(round_, state):
-            pages, step = state
+            rows, step = state
             # Read now, needed for the next round.
-            following = self._pages_of_round(unit, round_ + 1)
+            following = self.rows_of_round(unit, round_ + 1)
             for owner in range(s.consumers):
-                stage, block = stage_of(s, step + owner), round_ * s.consumers + owner
-                for number, piece in enumerate(s.pieces(owner)):
+                stage = stage_of(s, step, owner)
+                for number in range(len(self.full)):
 
                     @pl.when(step >= s.stages)
-                    def _wait(empty=self.empty[number].at[stage]):
+                    def _wait(empty=empty[number].at[stage]):
                         plgpu.barrier_wait(empty)
 
-                    full = self.full[number].at[stage]
-                    self._load(unit, block, pages[owner], stage, piece, full)
+                    self.load_piece(rows, head, owner, number, stage)
             return following, step + s.consumers
 
-        start = self._pages_of_round(unit, unit.first_round), step
+        start = self.rows_of_round(unit, unit.first_round), step
         return lax.fori_loop(unit.first_round, unit.end_round, load_round, start)[1]
 
-    def _pages_of_round(self, unit: Unit, round_):
+    def rows_of_round(self, unit: Unit, round_):
+        """Of each consumer's block, the row of the cache where each copy begins."""
         first = round_ * self.sizes.consumers
-        return tuple(self._pages_of(unit, first + i) for i in range(self.sizes.consumers))
+        return tuple(self._rows_of(unit, first + i) for i in range(self.sizes.consumers))
 
-    def _pages_of(self, unit: Unit, block):
-        """The pages of a block; past the last position, where entries mean nothing, the last."""
+    def _rows_of(self, unit: Unit, block):
+        """Past the last position, where a table's entries mean nothing, rows of the last page."""
         s, request = self.sizes, jnp.maximum(unit.request, 0)
         last = floor(unit.last, s.page)
-        starts = [block * BLOCK + number * s.copy for number in range(BLOCK // s.copy)]
-        return tuple(
-            self.page_tables[request, jnp.minimum(floor(start, s.page), last)] for start in starts
-        )
 
-    def _load(self, unit: Unit, block, pages, stage, piece, full):
+        def row_of(start):
+            page = self.page_tables[request, jnp.minimum(floor(start, s.page), last)]
+            return page * s.page + lax.rem(start, jnp.int32(s.page))
+
+        return tuple(row_of(block * BLOCK + copy * s.copy) for copy in range(BLOCK // s.copy))
+
+    def load_piece(self, rows, head, owner, number, stage):
+        """The piece of this number of a consumer's block; `rows` are those of the round."""
         s = self.sizes
-        head = floor(unit.part, s.units_of_head)
-        for number, page in enumerate(pages):
-            inside = lax.rem(block * BLOCK + number * s.copy, jnp.int32(s.page))
-            first = pl.multiple_of(page * s.page + inside, s.copy)
-            for cache, i in piece:
+        for copy, row in enumerate(rows[owner]):
+            of_cache = pl.ds(pl.multiple_of(row, s.copy), s.copy), head
+            of_stage = pl.ds(copy * s.copy, s.copy)
+            for cache, i in s.pieces(owner)[number]:
                 width = s.widths[cache]
                 plgpu.copy_gmem_to_smem(
-                    self.caches[cache].at[pl.ds(first, s.copy), head, pl.ds(i * width, width)],
-                    self.stages[cache].at[stage, i, pl.ds(number * s.copy, s.copy)],
-                    full,
+                    self.caches[cache].at[*of_cache, pl.ds(i * width, width)],
+                    self.stages[cache].at[stage, i, of_stage],
+                    self.full[number].at[stage],
                 )
 
 

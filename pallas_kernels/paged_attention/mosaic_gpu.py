@@ -82,7 +82,7 @@ def _check_sizes(sizes: Sizes):
         refuse(
             f"values must have at most {MAX_VALUE_LINES * LINE} columns, an even number of {LINE}s"
         )
-    if sizes.sinks and sizes.consumers > 1:
-        refuse(f"with sinks values must have at most {LINES_OF_CONSUMER * LINE} columns")
+    if sizes.value_cache > 0 and sizes.consumers > 1:
+        refuse(f"values apart from their keys must have at most {LINES_OF_CONSUMER * LINE} columns")
     if sizes.stages < MIN_STAGES:
         refuse("two blocks of keys and values do not fit into shared memory")

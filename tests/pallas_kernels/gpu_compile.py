@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
@@ -372,8 +373,12 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     queries = [array(tokens, 128, width) for width in (512, 64)]
     pages = [array(1024, 64, width) for width in (512, 64)]
     yield "latent attention", latent_attention, (*queries, *pages, *view)
+    call = registers_stay(latent_attention), (*queries, *pages, *view)
+    yield "latent attention where registers stay", *call
     queries = [array(8, 16, width) for width in (512, 64)]
     yield "latent attention of few", latent_attention, (*queries, *pages, *few)
+    call = registers_stay(latent_attention), (*queries, *pages, *few)
+    yield "latent attention of few where registers stay", *call
 
     places = -(-tokens // TILE) * TILE
     queries, keys = array(places, 32, 128), array(places, 4, 128)
@@ -440,6 +445,17 @@ def h200():
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here)
 
     return mesh, here, placed
+
+
+def registers_stay(function):
+    """The function as it is where warpgroups cannot give each other registers."""
+    from pallas_kernels import implementation
+
+    def its(*arguments):
+        with mock.patch.object(implementation, "REGISTERS_MOVE", False):
+            return function(*arguments)
+
+    return its
 
 
 def main(name: str, tokens: str, rank: str, only: str = ""):

@@ -24,12 +24,14 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 62
+CALLS = 64
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
     "latent attention": 128,
     "latent attention of few": 272,
+    "latent attention where registers stay": 128,
+    "latent attention of few where registers stay": 128,
     "attention gradients of queries": 144,
     "attention gradients of queries with sinks": 144,
     "attention gradients of keys": 64,
@@ -43,6 +45,7 @@ KERNELS = {
     "attention of few tokens": 2,
     "attention of few with sinks": 2,
     "latent attention of few": 2,
+    "latent attention of few where registers stay": 2,
     "dense of many tokens": 2,
     "experts of few tokens": 2,
     "route": 0,  # Triton's: one for few rows, one for tiles and one for runs of many
@@ -113,7 +116,7 @@ def test_decode():
             "rotation,rotation without norms,"
             "attention of groups of three,attention of few,attention of few with sinks,"
             "attention of one token,attention of few tokens,"
-            "latent attention of few,"
+            "latent attention of few,latent attention of few where registers stay,"
             "attention gradients of queries,attention gradients of queries with sinks,"
             "attention gradients of keys,latent attention gradients of queries,"
             "latent attention gradients of keys,rms_norm,add_norm,"

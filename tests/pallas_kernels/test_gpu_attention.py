@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import PageView, paged_attention, paged_latent_attention
+from pallas_kernels import PageView, implementation, paged_attention, paged_latent_attention
 from pallas_kernels.paged_attention import gpu_attention, gpu_join, gpu_sizes, reference
 from pallas_kernels.paged_attention.tiles import RUN_WORDS, TILE_WORDS, split_runs, token_tiles
 from tests.pallas_kernels.gpu_interpreter import interpret
@@ -32,7 +32,8 @@ class Case:
     """Heads of the queries and of the cache (0: latents), widths of keys and values.
 
     `split` replaces the kernel's own size; `spread` says whether several programs share a sequence,
-    `tiles` how many tiles of a unit share its blocks. `sinks`: heads have them.
+    `tiles` how many tiles of a unit share its blocks. `sinks`: heads have them. `loading`: partners
+    load as well, as they do where registers do not move.
     """
 
     heads: int
@@ -45,6 +46,7 @@ class Case:
     spread: bool = False
     tiles: int = 1
     sinks: bool = False
+    loading: bool = False
 
     @functools.cached_property
     def sinks_of_heads(self):
@@ -114,7 +116,10 @@ class Case:
         return jax.jit(run)
 
     def run(self, tokens, seed=0):
-        with mock.patch.object(gpu_sizes, "WORTH", 1 if self.spread else 99):
+        with (
+            mock.patch.object(gpu_sizes, "WORTH", 1 if self.spread else 99),
+            mock.patch.object(implementation, "REGISTERS_MOVE", not self.loading),
+        ):
             if not INTERPRETED:
                 return np.asarray(self.kernel(*self.arguments(tokens, seed)))
             # A sequence is spread where units leave a quarter of the programs idle.
@@ -140,6 +145,7 @@ CASES = {
     "a window": Case(4, 1, 64, 128, page=8, window=20),
     "sinks": Case(6, 2, 64, 64, sinks=True),
     "latents shared by two": Case(4, 0, 384, 64, page=32),
+    "latents that two load": Case(4, 0, 384, 64, page=32, loading=True),
 }
 MORE_CASES = {
     "wide keys, a group of three": Case(6, 2, 128, 64, page=64),
@@ -148,6 +154,7 @@ MORE_CASES = {
 }
 LARGE_CASES = {
     "latents of DeepSeek-V3": Case(128, 0, 512, 64),
+    "latents of DeepSeek-V3 that two load": Case(128, 0, 512, 64, loading=True),
     "a window over blocks": Case(64, 1, 64, 64, window=100),
 }
 
@@ -184,6 +191,7 @@ def test_large_cases_equal_the_definition(name):
         pytest.param("grouped", marks=pytest.mark.slow),
         "a window",
         pytest.param("latents shared by two", marks=pytest.mark.slow),
+        pytest.param("latents that two load", marks=pytest.mark.slow),
     ],
 )
 def test_bits_do_not_depend_on_the_batch(name):
@@ -223,6 +231,11 @@ SPLIT_CASES = {
         Case(2, 0, 384, 64, page=64, split=128),
         [(0, 127), (0, 128), (-1, 0), (0, 149)],
     ),
+    # A program has padding between two units, and first of all.
+    "latents that two load": (
+        Case(64, 0, 384, 64, page=64, split=128, loading=True),
+        [(-1, 0), (0, 127), (-1, 0), (-1, 0), (0, 128), (0, 149), (1, 20)],
+    ),
 }
 
 
@@ -234,6 +247,7 @@ SPLIT_CASES = {
         pytest.param("sinks", marks=pytest.mark.slow),
         pytest.param("latents", marks=pytest.mark.slow),
         "latents shared by two",
+        "latents that two load",
     ],
 )
 def test_bits_do_not_depend_on_who_has_a_split(name):
@@ -250,6 +264,14 @@ def test_bits_do_not_depend_on_who_has_a_split(name):
     row = max(range(len(tokens)), key=lambda row: tokens[row][1])
     alone = spread.run([tokens[row]] + [(-1, 0)] * (len(tokens) - 1))
     assert np.array_equal(alone[0].view(np.uint16), whole[row].view(np.uint16))
+
+
+def test_bits_do_not_depend_on_who_loads():
+    case, tokens = SPLIT_CASES["latents shared by two"]
+    for spread in (False, True):
+        its = dataclasses.replace(case, spread=spread)
+        loaded = dataclasses.replace(its, loading=True).run(tokens)
+        assert np.array_equal(loaded.view(np.uint16), its.run(tokens).view(np.uint16))
 
 
 # Units of which one tile has no tokens, or some; a block that one tile of a unit sees.
@@ -388,18 +410,17 @@ def test_splits_of_latents_that_two_warpgroups_share_are_longer():
         (dict(page=24), "positions"),
         (dict(heads=200, kv_heads=2), "64 query heads"),
         (dict(v_width=576), "at most 512 columns"),
-        (dict(v_width=384, sinks=np.zeros(8, np.float32)), "with sinks .* at most 256 columns"),
+        (dict(v_width=384), "at most 256 columns"),
     ],
 )
 def test_refusals_name_the_shapes(changed, said):
-    sizes = dict(dtype="bfloat16", heads=8, kv_heads=2, width=64, v_width=64, page=16, sinks=None)
-    sizes |= changed
+    sizes = dict(dtype="bfloat16", heads=8, kv_heads=2, width=64, v_width=64, page=16) | changed
     array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(sizes["dtype"]))
     cache = (9, sizes["page"], sizes["kv_heads"])
     q = array((3, sizes["heads"], sizes["width"]))
     k, v = array((*cache, sizes["width"])), array((*cache, sizes["v_width"]))
     with pytest.raises(NotImplementedError, match=said):
-        paged_attention(q, k, v, None, scale=1.0, sinks=sizes["sinks"], implementation="mosaic_gpu")
+        paged_attention(q, k, v, None, scale=1.0, implementation="mosaic_gpu")
 
 
 def test_unknown_implementations_are_refused():
