@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import implementation
 from pallas_kernels.grouped_lora_matmul.gpu_classes import RankClass, rank_classes
 from pallas_kernels.grouped_lora_matmul.gpu_product_inner import RANKS, Inner
 from pallas_kernels.grouped_lora_matmul.gpu_product_normed import scratch_of
@@ -251,11 +252,13 @@ class ProductLayout:
     def in_place(self) -> bool:
         """Whether runs are added in place: see `gpu_product_in_place`.
 
-        Where u is wider, or tiles are lower, what it saves is less than what it costs.
+        Where u is wider, or tiles are lower, what it saves is less than what it costs. But where
+        registers do not move a consumer has none for a copy of a tall tile's sums.
         """
-        if not self.terms or self.inner or self.single_rows:
+        if not self.terms or self.inner or self.single_rows or self.x_rows < TALL:
             return False
-        return self.x_rows >= TALL and self.terms_of_stage * self.rank_step <= WIDEST_IN_PLACE
+        is_wide = self.terms_of_stage * self.rank_step > WIDEST_IN_PLACE
+        return not (is_wide and implementation.REGISTERS_MOVE)
 
     @property
     def has_runs(self) -> bool:

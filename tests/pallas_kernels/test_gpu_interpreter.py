@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import Scoring, top_experts
+from pallas_kernels import Scoring, implementation, top_experts
 from pallas_kernels.grouped_lora_matmul import gpu_rows, gpu_unsorted
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import tile_height
@@ -151,6 +152,42 @@ def test_product(name, data):
 def test_many_products(name, data, seed):
     case = (PRODUCTS | SLOW_PRODUCTS)[name]
     check_product(case, data.draw(batches(case.rows, case.groups, case.slots)), seed)
+
+
+# Of two terms, each of a whole low-rank step: added in place only where registers do not move.
+WIDE = {
+    "gated": ProductCase(
+        40, 64, 256, (Term(0, 128, 40), Term(128, 128, 24)), gate=Gate(), cut=(TALL,)
+    ),
+    "backward": ProductCase(
+        40, 64, 128, (Term(0, 128, 24), Term(0, 128, 72, shared=True)), contract=1, cut=(TALL,)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["gated", pytest.param("backward", marks=pytest.mark.slow)])
+@settings(QUICK, max_examples=2)
+@given(data=st.data())
+def test_product_of_many_ranks_where_registers_stay(name, data):
+    case = WIDE[name]
+    batch = data.draw(batches(case.rows, case.groups, case.slots))
+    with mock.patch.object(implementation, "REGISTERS_MOVE", False):
+        check_product(case, batch)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_slot_of_nan_stays_apart_where_registers_stay():
+    case = dataclasses.replace(WIDE["gated"], groups=2)
+    slots = np.sort(np.resize(np.array([-1, 0, 1, 2], np.int32), 40))
+    x, w, *batch, u, factors = case.arguments(np.array([0, 40], np.int32), slots)
+    with mock.patch.object(implementation, "REGISTERS_MOVE", False):
+        clean = case.run(x, w, *batch, u, factors)
+        factors[1][1, 1, 3, 50] = np.nan
+        found = case.run(x, w, *batch, u, factors)
+    hit = np.zeros(found.shape, bool)
+    hit[slots == 1, 50] = True
+    assert np.isnan(found[hit].astype(np.float32)).all()
+    assert found[~hit].tobytes() == clean[~hit].tobytes()
 
 
 INNER = {
