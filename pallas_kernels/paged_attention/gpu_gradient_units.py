@@ -140,17 +140,6 @@ class Units:
         return Unit(pl.multiple_of(place, TILE), number, blocks, part)
 
 
-def acquire(empty, step, stages: int):
-    """The stage of a step, once its last use has ended."""
-    stage = lax.rem(step, jnp.int32(stages))
-
-    @pl.when(step >= stages)
-    def _wait():
-        plgpu.barrier_wait(empty.at[stage])
-
-    return stage
-
-
 def left_side(value, scratch, *place):
     """The left side of a product: a value in registers, or where the interpreter can read it."""
     if scratch is None:

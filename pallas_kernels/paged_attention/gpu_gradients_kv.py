@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.accumulate import finished, start
 from pallas_kernels.hopper.kept_kernel import kept_kernel
-from pallas_kernels.hopper.memory import drain
+from pallas_kernels.paged_attention.gpu_gradient_loads import run_units, warpgroups
 from pallas_kernels.paged_attention.gpu_gradient_units import (
     CONSUMERS,
     ROWS,
@@ -35,7 +35,6 @@ from pallas_kernels.paged_attention.gpu_gradient_units import (
     TileTable,
     Unit,
     Units,
-    acquire,
     left_side,
     positions,
     visible,
@@ -82,7 +81,7 @@ def key_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus_l
         ),
         grid=(programs,),
         grid_names=("program",),
-        num_threads=CONSUMERS + 1,
+        num_threads=warpgroups(),
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
@@ -96,31 +95,14 @@ def key_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus_l
 
 
 def _body(sizes, programs, stages, count, words, *refs, **scratch):
-    warpgroup = lax.axis_index("warpgroup")
     units = Units(count, words, sizes.kv_heads * sizes.parts, programs)
     kernel = _Kernel(sizes, stages, *refs, **scratch)
 
-    @pl.when(warpgroup == CONSUMERS)
-    def _memory():
-        plgpu.set_max_registers(24, action="decrease")
-        steps = lax.fori_loop(
-            0, units.mine, lambda i, step: kernel.load_unit(units.at(i), step), jnp.int32(0)
-        )
-        drain(kernel.empty, steps, stages)
-
-    @pl.when(warpgroup < CONSUMERS)
-    def _compute():
-        plgpu.set_max_registers(240, action="increase")
-
-        def compute(i, step):
-            return kernel.compute_unit(units.at(i), step, warpgroup)
-
-        lax.fori_loop(0, units.mine, compute, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    run_units(units, kernel, stages)
 
 
 class _Kernel:
-    """The two roles of a program, over the kernel's references."""
+    """What a program does, over the kernel's references."""
 
     def __init__(
         self,
@@ -166,30 +148,26 @@ class _Kernel:
     def kv_head(self, unit: Unit):
         return lax.div(unit.part, jnp.int32(self.sizes.parts))
 
-    def load_unit(self, unit: Unit, step):
-        s = self.sizes
+    def steps_of(self, unit: Unit):
+        return self.blocks(unit)[1] * self.sizes.heads_of_unit
+
+    def load(self, unit: Unit, i, stage):
+        """A unit's i-th block of queries, and what goes with them."""
         first, count = self.blocks(unit)
+        head = unit.part * self.sizes.heads_of_unit + lax.div(i, count)
+        block = first + lax.rem(i, count)
         start = unit.place - unit.number * (CONSUMERS * ROWS)
+        rows = pl.ds(pl.multiple_of(start + block * ROWS, ROWS), ROWS)
+        for source, target in (
+            (self.minus_lse.at[head, rows], self.minus_lse_stages),
+            (self.minus_delta.at[head, rows], self.minus_delta_stages),
+            (self.q.at[rows, head], self.q_stages),
+            (self.dout.at[rows, head], self.dout_stages),
+        ):
+            plgpu.copy_gmem_to_smem(source, target.at[stage], self.full.at[stage])
 
-        def load(i, step):
-            stage = acquire(self.empty, step, self.stages)
-            head = unit.part * s.heads_of_unit + lax.div(i, count)
-            block = first + lax.rem(i, count)
-            rows = pl.ds(pl.multiple_of(start + block * ROWS, ROWS), ROWS)
-            for source, target in (
-                (self.minus_lse.at[head, rows], self.minus_lse_stages),
-                (self.minus_delta.at[head, rows], self.minus_delta_stages),
-                (self.q.at[rows, head], self.q_stages),
-                (self.dout.at[rows, head], self.dout_stages),
-            ):
-                plgpu.copy_gmem_to_smem(source, target.at[stage], self.full.at[stage])
-            return step + 1
-
-        return lax.fori_loop(0, count * s.heads_of_unit, load, step)
-
-    # The consumer warpgroups.
-
-    def compute_unit(self, unit: Unit, step, warpgroup):
+    def compute_unit(self, unit: Unit, step, ahead, warpgroup, loads):
+        """Computes a unit; returns the step after it, and where `loads` are then."""
         s = self.sizes
         head = self.kv_head(unit)
         rows = pl.ds(pl.multiple_of(unit.place + warpgroup * ROWS, ROWS), ROWS)
@@ -201,21 +179,24 @@ class _Kernel:
         key = (unit.number * CONSUMERS + warpgroup) * ROWS
 
         def sums(dk, dv):
-            def add(i, step):
+            def add(i, state):
+                step, ahead = state
                 query = (first + lax.rem(i, count)) * ROWS
-                return self.add(dk, dv, warpgroup, query, key, step)
+                beside = functools.partial(loads.load, ahead, step)
+                return step + 1, self.add(dk, dv, warpgroup, query, key, step, beside)
 
-            end = lax.fori_loop(0, count * s.heads_of_unit, add, step)
+            end = lax.fori_loop(0, count * s.heads_of_unit, add, (step, ahead))
             return dk[...], dv[...], end
 
         accumulators = plgpu.ACC((ROWS, s.width)), plgpu.ACC((ROWS, s.v_width))
-        dk, dv, step = pl.run_scoped(sums, *accumulators)
+        dk, dv, end = pl.run_scoped(sums, *accumulators)
         part = lax.rem(unit.part, jnp.int32(s.parts))
         self.store(dk * s.scale, self.dk, part, rows, head, warpgroup)
         self.store(dv, self.dv, part, rows, head, warpgroup)
-        return step
+        return end
 
-    def add(self, dk, dv, warpgroup, query, key, step):
+    def add(self, dk, dv, warpgroup, query, key, step, beside):
+        """Adds a step's block; beside() while its first products run."""
         stage = lax.rem(step, jnp.int32(self.stages))
         queries, dout = self.q_stages.at[stage], self.dout_stages.at[stage]
         to_base_2 = self.sizes.scale * math.log2(math.e)
@@ -239,6 +220,7 @@ class _Kernel:
             plgpu.wgmma(scores, self.k_tile.at[warpgroup], queries.T)
             if together:
                 multiply_values(dweights)
+            result = beside()
             found = finished(scores, minus_lse, interpreted, pending=int(together))
             weights = self.masked(query, key, jnp.exp2(found * to_base_2)).astype(queries.dtype)
             plgpu.wgmma(dv, left_side(weights, self.left, warpgroup, 0), dout)
@@ -251,10 +233,12 @@ class _Kernel:
             dscores = (weights.astype(jnp.float32) * dfound).astype(queries.dtype)
             plgpu.wgmma(dk, left_side(dscores, self.left, warpgroup, 1), queries)
             plgpu.wgmma_wait(0)
+            return result
 
-        pl.run_scoped(multiply, plgpu.ACC((ROWS, ROWS)), plgpu.ACC((ROWS, ROWS)))
+        accumulators = plgpu.ACC((ROWS, ROWS)), plgpu.ACC((ROWS, ROWS))
+        result = pl.run_scoped(multiply, *accumulators)
         plgpu.barrier_arrive(self.empty.at[stage])
-        return step + 1
+        return result
 
     def of_columns(self, numbers):
         """One number for each query, in all rows."""

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.accumulate import continued, finished, start
 from pallas_kernels.hopper.kept_kernel import kept_kernel
-from pallas_kernels.hopper.memory import drain
+from pallas_kernels.paged_attention.gpu_gradient_loads import run_units, warpgroups
 from pallas_kernels.paged_attention.gpu_gradient_units import (
     CONSUMERS,
     ROWS,
@@ -35,7 +35,6 @@ from pallas_kernels.paged_attention.gpu_gradient_units import (
     TileTable,
     Unit,
     Units,
-    acquire,
     left_side,
     positions,
     visible,
@@ -79,7 +78,7 @@ def query_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus
         ),
         grid=(programs,),
         grid_names=("program",),
-        num_threads=CONSUMERS + 1,
+        num_threads=warpgroups(),
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
@@ -93,33 +92,16 @@ def query_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus
 
 
 def _body(sizes, programs, stages, count, words, *refs, **scratch):
-    warpgroup = lax.axis_index("warpgroup")
     units = Units(count, words, sizes.heads, programs)
     *operands, dq, minus_lse = refs
     sinks = operands.pop() if sizes.sinks else None
     kernel = _Kernel(sizes, stages, *operands, sinks, dq, minus_lse, **scratch)
 
-    @pl.when(warpgroup == CONSUMERS)
-    def _memory():
-        plgpu.set_max_registers(24, action="decrease")
-        steps = lax.fori_loop(
-            0, units.mine, lambda i, step: kernel.load_unit(units.at(i), step), jnp.int32(0)
-        )
-        drain(kernel.empty, steps, stages)
-
-    @pl.when(warpgroup < CONSUMERS)
-    def _compute():
-        plgpu.set_max_registers(240, action="increase")
-
-        def compute(i, step):
-            return kernel.compute_unit(units.at(i), step, warpgroup)
-
-        lax.fori_loop(0, units.mine, compute, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    run_units(units, kernel, stages)
 
 
 class _Kernel:
-    """The two roles of a program, over the kernel's references."""
+    """What a program does, over the kernel's references."""
 
     def __init__(
         self,
@@ -162,26 +144,25 @@ class _Kernel:
             first = lax.div(seen, jnp.int32(ROWS))
         return first, jnp.minimum((unit.number + 1) * CONSUMERS, unit.blocks)
 
-    def load_unit(self, unit: Unit, step):
+    def steps_of(self, unit: Unit):
+        first, stop = self.blocks(unit)
+        return stop - first
+
+    def load(self, unit: Unit, i, stage):
+        """A unit's i-th block of keys and values."""
         head = lax.div(unit.part, jnp.int32(self.sizes.group))
+        block = self.blocks(unit)[0] + i
         start = unit.place - unit.number * (CONSUMERS * ROWS)
+        rows = pl.ds(pl.multiple_of(start + block * ROWS, ROWS), ROWS)
+        plgpu.copy_gmem_to_smem(
+            self.k.at[rows, head], self.k_stages.at[stage], self.k_full.at[stage]
+        )
+        plgpu.copy_gmem_to_smem(
+            self.v.at[rows, head], self.v_stages.at[stage], self.v_full.at[stage]
+        )
 
-        def load(block, step):
-            stage = acquire(self.empty, step, self.stages)
-            rows = pl.ds(pl.multiple_of(start + block * ROWS, ROWS), ROWS)
-            plgpu.copy_gmem_to_smem(
-                self.k.at[rows, head], self.k_stages.at[stage], self.k_full.at[stage]
-            )
-            plgpu.copy_gmem_to_smem(
-                self.v.at[rows, head], self.v_stages.at[stage], self.v_full.at[stage]
-            )
-            return step + 1
-
-        return lax.fori_loop(*self.blocks(unit), load, step)
-
-    # The consumer warpgroups.
-
-    def compute_unit(self, unit: Unit, step, warpgroup):
+    def compute_unit(self, unit: Unit, step, ahead, warpgroup, loads):
+        """Computes a unit; returns the step after it, and where `loads` are then."""
         s = self.sizes
         rows = pl.ds(pl.multiple_of(unit.place + warpgroup * ROWS, ROWS), ROWS)
         self.load_rows(unit, rows, warpgroup)
@@ -200,16 +181,28 @@ class _Kernel:
         )
 
         def attend(block, state):
-            sums, products, step = state
-            beside = functools.partial(add, block, s.window is not None, step, sums, products)
-            sums, products = multiply(step + 1, beside)
-            return sums, products, step + 1
+            sums, products, step, ahead = state
+
+            def beside():
+                its = loads.load(ahead, step)
+                return add(block, s.window is not None, step, sums, products), its
+
+            (sums, ahead), products = multiply(step + 1, beside)
+            return sums, products, step + 1, ahead
+
+        def skip(block, state):
+            del block
+            step, ahead = state
+            ahead = loads.load(ahead, step)
+            self.skip(step)
+            return step + 1, ahead
 
         _, products = multiply(step, lambda: None)
-        last = own_stop - 1
-        sums, products, step = lax.fori_loop(first, last, attend, (sums, products, step))
+        last, state = own_stop - 1, (sums, products, step, ahead)
+        sums, products, step, ahead = lax.fori_loop(first, last, attend, state)
+        ahead = loads.load(ahead, step)
         maximum, total, dq = add(last, True, step, sums, products)
-        step = lax.fori_loop(own_stop, stop, self.skip, step + 1)
+        step, ahead = lax.fori_loop(own_stop, stop, skip, (step + 1, ahead))
         self.minus_lse_tile[warpgroup] = (maximum + jnp.log2(total)) * (-1 / self.to_base_2)
         dq = dq * lax.broadcast_in_dim(s.scale / total, dq.shape, [0])
         self.q_tile[warpgroup] = dq.astype(self.q_tile.dtype)
@@ -223,7 +216,7 @@ class _Kernel:
             commit_group=False,
         )
         plgpu.commit_smem_to_gmem_group()
-        return step
+        return step, ahead
 
     def load_rows(self, unit: Unit, rows, warpgroup):
         """A consumer's own queries and what goes with them."""
@@ -291,11 +284,9 @@ class _Kernel:
         seen = visible(positions(query, 0, scores.shape), keys, self.sizes.window)
         return jnp.where(seen, scores, jnp.full_like(scores, -jnp.inf))
 
-    def skip(self, block, step):
+    def skip(self, step):
         """A block past all of a consumer's rows."""
-        del block
         stage = lax.rem(step, jnp.int32(self.stages))
         plgpu.barrier_wait(self.k_full.at[stage])
         plgpu.barrier_wait(self.v_full.at[stage])
         plgpu.barrier_arrive(self.empty.at[stage])
-        return step + 1

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import PageView
+from pallas_kernels import PageView, implementation
 from pallas_kernels.paged_attention import backward, differentiable, gpu_gradient_units
 from pallas_kernels.paged_attention.gpu_gradients import attention_gradients
 from tests.pallas_kernels.gpu_interpreter import interpreter
@@ -28,7 +28,10 @@ PADDING = 7
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Heads of queries and of keys, their widths and the values', the window, and the sinks."""
+    """Heads of queries and of keys, their widths and the values', the window, and the sinks.
+
+    `loading`: a consumer loads as well, as it does where registers do not move.
+    """
 
     heads: int
     kv_heads: int
@@ -36,6 +39,7 @@ class Case:
     v_width: int = 64
     window: int | None = None
     has_sinks: bool = False
+    loading: bool = False
 
     @property
     def sinks(self):
@@ -96,7 +100,8 @@ class Case:
             for r, span in spans.items():
                 array[span] = x[r, : LENGTHS[r]]
         view = PageView(request, positions, np.zeros((len(LENGTHS), 1), np.int32))
-        with interpreted_kernels():
+        registers_move = mock.patch.object(implementation, "REGISTERS_MOVE", not self.loading)
+        with interpreted_kernels(), registers_move:
             found = jax.tree.map(np.asarray, self.kernel(*arrays, view))
         assert all(x.dtype == jnp.bfloat16 for x in found)
         assert not any(x[request < 0].view(np.uint16).any() for x in found)
@@ -134,6 +139,10 @@ SLOW_CASES = {
     "groups of four with sinks": Case(8, 2, has_sinks=True),
     "keys and values of latents": Case(3, 3, width=192, v_width=128),
 }
+# A unit of one step, and more units than one for a program; rings of two stages, and of four.
+LOADING = {
+    name: dataclasses.replace(case, loading=True) for name, case in (CASES | SLOW_CASES).items()
+}
 TOGETHER = 0, -1, 1, 2
 
 
@@ -157,6 +166,24 @@ def test_equal_those_of_dense_attention(name):
 @pytest.mark.parametrize("name", ["two heads, wide keys, a window", *SLOW_CASES])
 def test_larger_cases_equal_those_of_dense_attention(name):
     check((CASES | SLOW_CASES)[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a group of four",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in LOADING
+            if name != "a group of four"
+        ),
+    ],
+)
+def test_bits_do_not_depend_on_who_loads(name):
+    case = (CASES | SLOW_CASES)[name]
+    for r, found in LOADING[name].run(TOGETHER).items():
+        for its, right in zip(found, case.run(TOGETHER)[r], strict=True):
+            assert np.array_equal(its.view(np.uint16), right.view(np.uint16))
 
 
 @pytest.mark.parametrize(
