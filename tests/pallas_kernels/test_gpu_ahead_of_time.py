@@ -17,24 +17,22 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.shapes import DECODE_TOKENS, EXPERT_SHAPES, PREFILL_TOKENS
-from tests.pallas_kernels.gpu_compile import REPORT, SETTINGS
+from tests.pallas_kernels.gpu_compile import REPORT, SETTINGS, STAY
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 64
+CALLS = 69
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
     "latent attention": 128,
     "latent attention of few": 272,
-    "latent attention where registers stay": 128,
-    "latent attention of few where registers stay": 128,
     "attention gradients of queries": 144,
     "attention gradients of queries with sinks": 144,
-    "attention gradients of keys": 64,
+    "attention gradients of keys": 96,
     "latent attention gradients of queries": 400,
     "latent attention gradients of keys": 192,
 }
@@ -45,7 +43,6 @@ KERNELS = {
     "attention of few tokens": 2,
     "attention of few with sinks": 2,
     "latent attention of few": 2,
-    "latent attention of few where registers stay": 2,
     "dense of many tokens": 2,
     "experts of few tokens": 2,
     "route": 0,  # Triton's: one for few rows, one for tiles and one for runs of many
@@ -92,11 +89,12 @@ def compile_all(name, tokens, rank, only=""):
 
 def check(reports, kernels=KERNELS):
     for said, report in reports:
-        assert report["kernels"] == kernels.get(report["call"], 1), report
-        assert report["triton"] <= (2 if report["call"] in OF_TRITON else 0), report
+        call = report["call"].removesuffix(STAY)
+        assert report["kernels"] == kernels.get(call, 1), report
+        assert report["triton"] <= (2 if call in OF_TRITON else 0), report
         spills = SPILL.findall(said)
         assert len(spills) == report["kernels"], said
-        most = MAY_SPILL.get(report["call"], 0)
+        most = MAY_SPILL.get(call, 0)
         assert all(int(count) <= most for counts in spills for count in counts), (report, said)
         assert "serialized" not in said, (report, said)
 
@@ -116,11 +114,14 @@ def test_decode():
             "rotation,rotation without norms,"
             "attention of groups of three,attention of few,attention of few with sinks,"
             "attention of one token,attention of few tokens,"
-            "latent attention of few,latent attention of few where registers stay,"
+            "latent attention of few,"
             "attention gradients of queries,attention gradients of queries with sinks,"
             "attention gradients of keys,latent attention gradients of queries,"
             "latent attention gradients of keys,rms_norm,add_norm,"
-            "choice,choice of bfloat16",
+            "choice,choice of bfloat16,"
+            f"latent attention of few{STAY},attention gradients of queries{STAY},"
+            f"attention gradients of keys{STAY},latent attention gradients of queries{STAY},"
+            f"latent attention gradients of keys{STAY}",
         )
     )
 
