@@ -183,9 +183,7 @@ def spelled(value: Any) -> str:
             return f"method({_joined((value.__func__, value.__self__))})"
         case types.FunctionType():
             cells = (cell.cell_contents for cell in value.__closure__ or ())
-            # Lambdas of one function have one name; what is where in the source tells them apart.
-            where = hashlib.sha256(repr([*value.__code__.co_positions()]).encode()).hexdigest()
-            outside = where, *cells, value.__defaults__, value.__kwdefaults__
+            outside = _place(value.__code__), *cells, value.__defaults__, value.__kwdefaults__
             return f"{_name(value)}({_joined(outside)})"
         case jax.tree_util.PyTreeDef():
             return str(value)
@@ -196,6 +194,15 @@ def spelled(value: Any) -> str:
         if not own:
             raise TypeError(f"a kernel cannot be kept by {value!r} ({_name(type(value))})")
     return f"{_name(type(value))}({spelled(own)})"
+
+
+def _place(code: types.CodeType) -> str:
+    """What tells lambdas of one function apart, which have one name: where they are in the source.
+
+    And their constants: Python 3.12 does not know in which columns one is that is returned.
+    """
+    constants = [its for its in code.co_consts if not isinstance(its, types.CodeType | frozenset)]
+    return hashlib.sha256(repr((*code.co_positions(), constants)).encode()).hexdigest()
 
 
 def _joined(values) -> str:
