@@ -24,6 +24,7 @@ TILE = CONSUMERS * ROWS
 MOST_STAGES = 4
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 WORDS = 3  # of a tile
+COLUMNS = 64  # of a gradient of keys or values, float32, stored at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +70,19 @@ class GradientSizes:
         """Whether registers have room for two blocks of products beside a unit's sums of keys."""
         return self.width + self.v_width <= 256
 
-    def stages(self, fixed: int) -> int:
-        """Pairs of blocks that fit beside `fixed` bytes."""
-        pair = 2 * ROWS * (self.width + self.v_width) + 2 * 4 * ROWS
+    @property
+    def query_stages(self) -> int:
+        """Three at least: products with a block begin before the one before it is given back."""
+        return self._stages(0)
+
+    @property
+    def key_stages(self) -> int:
+        return self._stages(CONSUMERS * ROWS * COLUMNS * 4)
+
+    def _stages(self, beside: int) -> int:
+        """Pairs of blocks that fit beside a tile's own, and so many bytes more."""
+        row = 2 * (self.width + self.v_width)
+        fixed, pair = TILE * row + beside, ROWS * row + 2 * 4 * ROWS
         return min(MOST_STAGES, (SHARED_MEMORY - fixed) // pair)
 
     def programs(self, units_of_tile: int) -> int:

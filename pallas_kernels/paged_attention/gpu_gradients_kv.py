@@ -28,6 +28,7 @@ from pallas_kernels.hopper.accumulate import finished, start
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.paged_attention.gpu_gradient_loads import run_units, warpgroups
 from pallas_kernels.paged_attention.gpu_gradient_units import (
+    COLUMNS,
     CONSUMERS,
     ROWS,
     TILED,
@@ -40,8 +41,6 @@ from pallas_kernels.paged_attention.gpu_gradient_units import (
     visible,
 )
 
-COLUMNS = 64  # of a result, float32, stored at once
-
 
 def key_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus_lse, minus_delta):
     """dk, dv in parts that are to be summed: float32 [parts, places, G, D], [parts, places, G, V].
@@ -53,8 +52,7 @@ def key_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus_l
     s = sizes
     units_of_tile = s.kv_heads * s.parts
     programs = s.programs(units_of_tile)
-    stored = CONSUMERS * ROWS * COLUMNS * 4
-    stages = s.stages(CONSUMERS * 2 * ROWS * (s.width + s.v_width) + stored)
+    stages = s.key_stages
     numbers = plgpu.SMEM((stages, ROWS), jnp.float32)
     scratch = dict(
         k_tile=plgpu.SMEM((CONSUMERS, ROWS, s.width), q.dtype, transforms=TILED),

@@ -53,7 +53,7 @@ def query_gradients(sizes: GradientSizes, table: TileTable, q, k, v, dout, minus
     """
     s = sizes
     programs = s.programs(s.heads)
-    stages = s.stages(CONSUMERS * 2 * ROWS * (s.width + s.v_width))
+    stages = s.query_stages
     numbers = plgpu.SMEM((CONSUMERS, ROWS), jnp.float32)
     scratch = dict(
         # The result takes the place of the queries.

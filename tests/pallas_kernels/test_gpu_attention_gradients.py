@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +16,12 @@ import pytest
 
 from pallas_kernels import PageView, implementation
 from pallas_kernels.paged_attention import backward, differentiable, gpu_gradient_units
-from pallas_kernels.paged_attention.gpu_gradients import attention_gradients
+from pallas_kernels.paged_attention.gpu_gradient_units import GradientSizes
+from pallas_kernels.paged_attention.gpu_gradients import (
+    V_WIDTHS,
+    WIDTHS,
+    attention_gradients,
+)
 from tests.pallas_kernels.gpu_interpreter import interpreter
 
 pytestmark = pytest.mark.interpreter
@@ -200,6 +206,12 @@ def test_bits_are_those_of_the_sequence_alone(name, requests, others):
     for r, found in case.run(requests, others).items():
         for its, right in zip(found, together[r], strict=True):
             assert np.array_equal(its.view(np.uint16), right.view(np.uint16))
+
+
+def test_rings_have_room_for_what_consumers_load_ahead():
+    for width, v_width in itertools.product(WIDTHS, V_WIDTHS):
+        sizes = GradientSizes(128, 4, 2, width, v_width, None, False, 1.0, False)
+        assert sizes.query_stages >= 3 and sizes.key_stages >= 2
 
 
 def test_tiles_with_the_most_work_come_first():
