@@ -8,8 +8,10 @@ from pathlib import Path
 import jax
 from flax import nnx
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from lora_moe_jax.adapters.config import CONFIG_FILE
 from lora_moe_jax.adapters.inspect import describe
 from lora_moe_jax.checkpoint.reader import Checkpoint
 from lora_moe_jax.config.model import ModelConfig
@@ -31,7 +33,8 @@ def inspect_folder(
     Raises:
       AdapterError, CheckpointError, ConfigError: why it would be refused.
     """
-    if (folder / "config.json").is_file():
+    is_adapter = (folder / CONFIG_FILE).is_file()  # some have their base's config.json beside it
+    if (folder / "config.json").is_file() and not is_adapter:
         _print_model(console, folder, max_rank, max_adapters)
     elif folder.is_dir():
         _print_adapter(console, folder, base, max_rank)
@@ -117,7 +120,7 @@ def megabytes(size: int) -> str:
 
 
 def _print_rows(console: Console, title: str, rows: dict[str, str]) -> None:
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=escape(title), show_header=False, title_justify="left")
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console.print(table)

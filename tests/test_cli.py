@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from lora_moe_jax.cli import main
@@ -66,6 +68,20 @@ def test_inspect(capsys):
     assert "deepseek_v3" in capsys.readouterr().out
 
 
+def test_inspect_takes_names_as_they_are(capsys, tmp_path):
+    """Those that look like markup, too; and an adapter with its base's config.json beside it."""
+    folder = shutil.copytree(ADAPTERS["prose"], tmp_path / "a[red]" / "b[/x]")
+    shutil.copy(BASE / "config.json", folder)
+    assert main(["inspect", str(folder)]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert "packed" in shown and "a[red]/b[/x]" in shown
+
+
+def test_score_shows_text_as_it_is(capsys):
+    assert main(["score", "--text", "x[/a] = [red]"]) == 0
+    assert "x[/a] = [red]" in capsys.readouterr().out
+
+
 def test_bad_input_is_one_message_and_status_2(capsys, tmp_path):
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
     assert "no such folder" in capsys.readouterr().err
@@ -73,3 +89,14 @@ def test_bad_input_is_one_message_and_status_2(capsys, tmp_path):
     assert "AdapterError" in capsys.readouterr().err
     assert main(["generate", "--prompt", "x", "--use", "nobody"]) == 2
     assert "--use" in capsys.readouterr().err
+    folder = ADAPTERS["prose"]
+    for adapters in ([f"base={folder}"], ["prose", f"prose={folder}"]):
+        arguments = [part for its in adapters for part in ("--adapter", its)]
+        assert main(["generate", "--prompt", "x", *arguments]) == 2
+        assert "--adapter" in capsys.readouterr().err
+    for option, value in (("--max-rank", "0"), ("--max-adapters", "-1")):
+        with pytest.raises(SystemExit) as end:
+            main(["inspect", str(BASE), option, value])
+        assert end.value.code == 2
+    with pytest.raises(SystemExit):
+        main(["inspect", str(BASE), "--max-rank", "-1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from lora_moe_jax.errors import AdapterError
 from lora_moe_jax.strict_json import read_json_object
 
 CONFIG_FILE = "adapter_config.json"
+LARGEST = 1e30  # of alpha: far beyond, the scaling could not be stored as float32
 
 # Options that change the maths in a way this library does not compute.
 _REFUSED = {
@@ -185,10 +185,8 @@ class _Fields:
         return value
 
     def check_number(self, key: str, value: object) -> float:
-        # Far beyond 1e30 the scaling could not be stored as float32.
-        number = type(value) in (int, float)
-        if not number or abs(value) > 1e30 or not math.isfinite(value):
-            raise self.wrong(key, "a finite number", value)
+        if type(value) not in (int, float) or not abs(value) <= LARGEST:
+            raise self.wrong(key, f"a number of at most {LARGEST:g}", value)
         return value
 
     def boolean(self, key: str) -> bool:

@@ -23,7 +23,7 @@ def check_coverage(sites: Iterable[Site], table: Table, targets: Targets, file: 
     for name in table.projections:
         _check_present(name, present.get(name), table, targets, file)
     if targets.all_linear:
-        _check_every_layer(present, table, file)
+        _check_every_layer(present, table, targets, file)
 
 
 def _check_targeted(site: Site, table: Table, targets: Targets, file: Path) -> None:
@@ -94,12 +94,16 @@ def _check_present(
             raise _missing(aliases(projection, expert)[0], "target_modules", file)
 
 
-def _check_every_layer(present: dict[str, Site], table: Table, file: Path) -> None:
+def _check_every_layer(
+    present: dict[str, Site], table: Table, targets: Targets, file: Path
+) -> None:
     """all-linear does not say what it covered; what one layer has, all layers must have."""
     alike = defaultdict(list)
     for name in table.projections:
         alike[re.sub(r"\.\d+\.", ".*.", name)].append(name)
     for names in alike.values():
+        # target_parameters say themselves which layers they mean.
+        names = [n for n in names if not targets.parameter(parameter(table.projections[n]))]
         have = [name for name in names if name in present]
         if have and len(have) < len(names):
             lacking = next(name for name in names if name not in present)

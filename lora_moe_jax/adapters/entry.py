@@ -57,3 +57,8 @@ class Entry:
     def slot(self) -> int | None:
         """Its slot now; None if it has none."""
         return self.info.slot
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its values are nowhere: they have no copy, and writing them has failed."""
+        return isinstance(self.adapter, InSlot) and self.slot is None

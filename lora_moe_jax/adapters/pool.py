@@ -170,6 +170,7 @@ class AdapterPool:
 
         Raises:
           AdapterError: no slot can be had. Nothing has changed then.
+          Exception: what the device says if writing fails. Then the name stands for nothing.
         """
         old, rank = self._entries.get(name), params.in_slot.rank
         self._check_pin(name, rank)
@@ -178,8 +179,13 @@ class AdapterPool:
             self.write_all()
             self._check_obtainable(name, rank)
         entry = self._new_version(name, params.in_slot)
-        self._place(entry, params)
-        self._write_rest(entry)
+        try:
+            self._place(entry, params)
+            self._write_rest(entry)
+        except BaseException:
+            self._vacate(entry)
+            self._retire(self._entries.pop(name))
+            raise
         if trainer is not None:
             self._trainers[name] = trainer
         return entry

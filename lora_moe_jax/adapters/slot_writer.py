@@ -308,7 +308,7 @@ def _read_one(lora, index: jax.Array, slot: jax.Array):
 
 def _finite(params):
     """bool [projections] in order of their names: whether all values are."""
-    return jnp.stack(
+    return jnp.array(
         [
             jnp.stack([jnp.isfinite(array).all() for array in params[name]]).all()
             for name in sorted(params)

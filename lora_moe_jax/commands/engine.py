@@ -14,6 +14,8 @@ from lora_moe_jax.commands.options import (
 )
 from lora_moe_jax.errors import RequestError
 
+BASE_NAME = "base"  # in --use, for no adapter
+
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="pocket", help=MODEL_HELP)
@@ -43,13 +45,20 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
     from lora_moe_jax.serving.engine import Engine
 
     adapters = adapter_folders(options)
-    used = options.use or list(adapters) or ["base"]
+    if BASE_NAME in adapters:
+        raise RequestError(
+            "this name stands for the model without an adapter",
+            key="--adapter",
+            expected=f"another name than {BASE_NAME!r}",
+            found=f"{BASE_NAME}={adapters[BASE_NAME]}",
+        )
+    used = options.use or list(adapters) or [BASE_NAME]
     for name in used:
-        if name != "base" and name not in adapters:
+        if name != BASE_NAME and name not in adapters:
             raise RequestError(
                 "--use names an adapter that is not loaded",
                 key="--use",
-                expected=f"base, or one of {sorted(adapters)}",
+                expected=f"{BASE_NAME}, or one of {sorted(adapters)}",
                 found=name,
                 hint=f"add --adapter {name}=FOLDER",
             )
@@ -64,5 +73,5 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
     )
     for name, folder in adapters.items():
         engine.load_adapter(name, folder)
-    names = [None if name == "base" else name for name in used] * len(texts)
+    names = [None if name == BASE_NAME else name for name in used] * len(texts)
     return engine, [text for text in texts for _ in used], names

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lora_moe_jax.commands.options import MODEL_HELP, model_folder
+from lora_moe_jax.commands.options import MODEL_HELP, model_folder, natural, positive
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("inspect", help="what is in an adapter or checkpoint folder")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="pocket", help="the adapter's base: " + MODEL_HELP)
-    parser.add_argument("--max-rank", type=int, default=32, help="rank of a slot (default 32)")
-    parser.add_argument("--max-adapters", type=int, default=8, help="slots (default 8)")
+    parser.add_argument("--max-rank", type=positive, default=32, help="rank of a slot (default 32)")
+    parser.add_argument("--max-adapters", type=natural, default=8, help="slots (default 8)")
     parser.set_defaults(run=run)
 
 

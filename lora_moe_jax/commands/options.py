@@ -29,9 +29,19 @@ def adapter_folders(options: argparse.Namespace) -> dict[str, Path]:
     """The folders that `--adapter` names, by name.
 
     Raises:
-      RequestError: one is neither NAME=FOLDER nor an adapter of the pocket model.
+      RequestError: one is neither NAME=FOLDER nor an adapter of the pocket model; or a name is
+        there twice.
     """
-    return dict(_adapter_folder(item, options.model) for item in options.adapter)
+    pairs = [_adapter_folder(item, options.model) for item in options.adapter]
+    folders = dict(pairs)
+    if len(folders) < len(pairs):
+        raise RequestError(
+            "two adapters have one name",
+            key="--adapter",
+            expected="a name of its own for each",
+            found=", ".join(name for name, _ in pairs),
+        )
+    return folders
 
 
 def _adapter_folder(item: str, model: str) -> tuple[str, Path]:

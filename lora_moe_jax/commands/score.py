@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lora_moe_jax.commands.engine import add_engine_options, engine_and_requests
@@ -26,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
     for text, name, score in zip(texts, names, scores, strict=True):
         total, count = float(score.logprobs.sum()), len(score.logprobs)
         mean = f"{total / count:.4f}" if count else "-"
-        table.add_row(text[:40], name or "base", str(count), f"{total:.4f}", mean)
+        table.add_row(escape(text[:40]), name or "base", str(count), f"{total:.4f}", mean)
     console.print(table)
     if options.tokens:
         for text, name, score in zip(texts, names, scores, strict=True):

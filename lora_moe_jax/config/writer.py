@@ -43,7 +43,9 @@ def to_json_dict(config: ModelConfig) -> dict[str, object]:
     }
     values |= _gqa_values(config) if config.mla is None else _mla_values(config)
     if model_type == "gpt_oss":
-        return values | _gpt_oss_values(config.moe)
+        # This family says so itself where positions are not scaled: its default is that they are.
+        scaling = values["rope_scaling"] or {"rope_type": "default"}
+        return values | _gpt_oss_values(config.moe) | {"rope_scaling": scaling}
     if config.moe is not None:
         values |= _moe_values(config.moe, model_type)
     return values

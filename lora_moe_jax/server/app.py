@@ -65,7 +65,6 @@ def create_app(
         LoraMoeError: lambda request, error: refused(error).response(),
         HTTPException: _http_error,
         ClientDisconnect: lambda request, error: Response(status_code=CLIENT_GONE),
-        Exception: lambda request, error: failed().response(),
     }
     middleware = [Middleware(_Gate, responses=responses, api_key=api_key)]
     return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
@@ -266,15 +265,25 @@ class _Gate:
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
         async def counting(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 self._responses[message["status"]] += 1
             await send(message)
 
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif self._admits(scope):
-            await self._app(scope, receive, counting)
+            try:
+                await self._app(scope, receive, counting)
+            except Exception:
+                if begun:
+                    raise
+                _log.exception("a request failed")
+                await failed().response()(scope, receive, counting)
         else:
             error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
             await error.response()(scope, receive, counting)

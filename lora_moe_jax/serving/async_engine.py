@@ -74,7 +74,8 @@ class AsyncEngine:
     @property
     def alive(self) -> bool:
         """Whether requests can be served."""
-        return not self._closed and self._thread.is_alive()
+        lost = self._engine._runner.steps.lost
+        return not self._closed and not lost and self._thread.is_alive()
 
     # Requests
 

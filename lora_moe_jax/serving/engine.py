@@ -306,6 +306,8 @@ class Engine:
         Raises:
           AdapterError: they do not fit the bank, are not finite, no slot can be had, or an adapter
             of this name is in training elsewhere. Nothing has changed then.
+          Exception: what the device says if writing fails. Then no adapter has this name any more,
+            and requests that had gone on with this version are aborted.
         """
         self._check_new_version(name, trainer)
         checked = params
@@ -313,7 +315,11 @@ class Engine:
             checked = DeviceParams.of(params, self.bank)
         if not checked.finite:
             self._writer.check_finite(checked)
-        info = self._adapters.update(name, checked, trainer).info
+        try:
+            info = self._adapters.update(name, checked, trainer).info
+        except BaseException:
+            self._runner.abort_lost()
+            raise
         self._runner.scheduler.switch_versions()
         return info
 

@@ -123,7 +123,7 @@ class Request:
     priority: int = field(default=0, kw_only=True)
 
     @property
-    def slot(self) -> int:
+    def slot(self) -> int | None:
         """The slot its adapter has now that it runs, -1 for the base model."""
         return -1 if self.adapter is None else self.adapter.slot
 

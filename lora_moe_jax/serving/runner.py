@@ -264,6 +264,13 @@ class Runner:
             completion = _completion(request, FinishReason.ABORT, stream)
             self.deltas[request].append(Delta(request.index, None, None, text, completion))
 
+    def abort_lost(self) -> None:
+        """Aborts requests of adapters whose values are nowhere any more."""
+        self.scheduler.switch_versions()
+        for request in [*self.scheduler.waiting, *self.scheduler.running]:
+            if request.adapter is not None and request.adapter.is_lost:
+                self.abort(request)
+
     def _finish(self, request: Request) -> None:
         request.done = True
         self.scheduler.finish(request)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lora_moe_jax.errors import RequestError
 
 MAX_LOGPROBS = 20  # as in vLLM and OpenAI's interface
+STOP_STRINGS, STOP_LENGTH = 32, 256  # at most: all are looked for after each token
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class SamplingParams:
       top_p: keep the fewest most likely tokens whose probability adds up to this; after top_k.
       min_p: drop tokens less likely than this share of the most likely one; after top_p.
       seed: makes the request's samples repeatable whatever runs beside it; None draws one.
-      stop: strings that end the text; the text is cut before them.
+      stop: strings that end the text; the text is cut before them. At most 32, of 256 characters.
       stop_token_ids: token ids that end it, kept in token_ids.
       ignore_eos: go on past the model's own end-of-text tokens.
       logprobs: None returns none (False says so too); an integer k from 0 to 20 returns each
@@ -59,8 +60,9 @@ class SamplingParams:
         self._require("min_p", "a number from 0 to 1", _is_number(self.min_p, 0, 1))
         seeded = self.seed is None or _is_int(self.seed, 0, 2**32 - 1)
         self._require("seed", "None, or an integer from 0 to 2**32 - 1", seeded)
-        texts = all(isinstance(text, str) and text for text in self.stop)
-        self._require("stop", "strings that are not empty", texts)
+        texts = all(isinstance(text, str) and 0 < len(text) <= STOP_LENGTH for text in self.stop)
+        said = f"at most {STOP_STRINGS} strings of 1 to {STOP_LENGTH} characters"
+        self._require("stop", said, texts and len(self.stop) <= STOP_STRINGS)
         ids = all(_is_int(token, 0) for token in self.stop_token_ids)
         self._require("stop_token_ids", "token ids", ids)
 

@@ -154,6 +154,9 @@ class Scheduler:
                 self._repeats = 0
                 if isinstance(request, ScoreRequest) and request.in_parts:
                     self._back_to_the_queue(request)
+            if request.row >= 0 and request.slot is not None:
+                # The new version may have another slot. None: it is lost.
+                self._rows.values.slots[request.row] = request.slot
         self.drop_unloaded()
 
     def drop_unloaded(self) -> None:

@@ -102,7 +102,7 @@ class Steps:
         for size in token_buckets:
             self._hidden[size] = self._zeros((size, config.hidden_size), arrays.base[0].dtype)
         self.waited = 0.0
-        self._lost = False
+        self.lost = False
         self._compiled: dict[str, Any] = {}
         # What the compiler works on for longest comes first.
         jobs = {f"step[{size}]": self._step_job(size) for size in reversed(token_buckets)}
@@ -184,16 +184,16 @@ class Steps:
     def check(self) -> None:
         """After a failure: finds out whether the cache is still there. If not, later steps fail."""
         kept = jax.tree.leaves((self.pages, self.last_tokens, self._hidden, self._logits))
-        self._lost = any(array.is_deleted() for array in kept)
-        if not self._lost:
+        self.lost = any(array.is_deleted() for array in kept)
+        if not self.lost:
             try:
                 jax.block_until_ready(kept)
             except jax.errors.JaxRuntimeError:
-                self._lost = True
+                self.lost = True
 
     def _call(self, name: str, *inputs):
         self._check_name(name)
-        if self._lost:
+        if self.lost:
             raise CacheLostError(
                 "an earlier step failed on the device and its cache is lost; build a new engine"
             )

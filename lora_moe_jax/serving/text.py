@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from tokenizers.processors import TemplateProcessing
 
 from lora_moe_jax.errors import CheckpointError, RequestError
 from lora_moe_jax.strict_json import read_json_object
@@ -46,6 +49,8 @@ class TextCodec:
                 expected="a file that the tokenizers library writes",
                 found=str(error),
             ) from error
+        tokenizer.no_truncation()  # of whoever saved it; a call asks for them, a prompt does not
+        tokenizer.no_padding()
         settings = {}
         if (config := Path(folder) / "tokenizer_config.json").is_file():
             settings = read_json_object(config, CheckpointError)
@@ -59,6 +64,7 @@ class TextCodec:
             if key.endswith("_token")
         }
         tokens = {key: text for key, text in contents.items() if isinstance(text, str)}
+        _add_llama_ends(tokenizer, settings, tokens)
         return cls(tokenizer, template if isinstance(template, str) else None, tokens)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
@@ -106,7 +112,10 @@ class TextCodec:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        # As in transformers.
         environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.filters["tojson"] = _to_json
         try:
             text = environment.from_string(self._template).render(
                 messages=list(messages), add_generation_prompt=True, **self._tokens
@@ -117,6 +126,29 @@ class TextCodec:
             ) from error
         # The template writes the special tokens itself.
         return self.encode(text, special_tokens=False)
+
+
+def _add_llama_ends(tokenizer: Tokenizer, settings: Mapping, tokens: Mapping[str, str]) -> None:
+    """What transformers' LlamaTokenizerFast adds by its own settings (DeepSeek's files)."""
+    if settings.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
+        return
+    ends = {
+        key: tokens.get(key)
+        for key, default in (("bos_token", True), ("eos_token", False))
+        if settings.get(f"add_{key}", default)
+    }
+    ends = {k: t for k, t in ends.items() if t and tokenizer.token_to_id(t) is not None}
+    parts = [ends.get("bos_token"), "$A", ends.get("eos_token")]
+    tokenizer.post_processor = TemplateProcessing(
+        single=[part for part in parts if part],
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in set(ends.values())],
+    )
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _read_template(file: Path) -> str:
@@ -157,10 +189,9 @@ class TextStream:
         self.text += self._decoder.step(self._codec.tokenizer, token) or ""
         if not self._stop:
             return self._send(len(self.text))
-        found = [at for stop in self._stop if (at := self.text.find(stop)) >= 0]
-        if found:
+        if (stop := self._first_stop()) < len(self.text):
             self.stopped = True
-            self.text = self.text[: min(found)]
+            self.text = self.text[:stop]
             return self._send(len(self.text))
         return self._send(len(self.text) - self._held_back())
 
@@ -170,7 +201,13 @@ class TextStream:
             whole = self._codec.decode(self._token_ids)
             if whole.startswith(self.text):
                 self.text = whole  # what the decoder held back as incomplete
+            self.text = self.text[: self._first_stop()]
         return self._send(len(self.text))
+
+    def _first_stop(self) -> int:
+        """Where the first stop string begins; the text's end if there is none."""
+        found = [at for stop in self._stop if (at := self.text.find(stop)) >= 0]
+        return min(found, default=len(self.text))
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that may become a stop string."""

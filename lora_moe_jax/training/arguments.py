@@ -23,6 +23,19 @@ def buckets_of(sizes: object) -> list[int]:
     return sorted(set(sizes))
 
 
+def check_step_settings(config: object) -> None:
+    """What `optim_step` would refuse of a run's settings, before the run has a gradient.
+
+    Raises:
+      RequestError: learning_rate, weight_decay or clip_norm is out of range.
+    """
+    if not callable(config.learning_rate):
+        checked_number("learning_rate", config.learning_rate)
+    checked_number("weight_decay", config.weight_decay, 0.0)
+    if config.clip_norm is not None:
+        checked_number("clip_norm", config.clip_norm, 0.0)
+
+
 def checked_number(key: str, value: object, least: float | None = None) -> float:
     """A finite number, at least so large; raises RequestError."""
     number = isinstance(value, int | float | np.floating | np.integer | jax.Array)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from lora_moe_jax.adapters.bank import Bank
-from lora_moe_jax.adapters.config import AdapterConfig
+from lora_moe_jax.adapters.config import LARGEST, AdapterConfig
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.adapters.sites import aliases
 from lora_moe_jax.adapters.targets import Targets
@@ -57,12 +56,12 @@ class LoraConfig:
             if type(value) is not int or value < 1:
                 raise _wrong(key, "an integer of at least 1", value)
         for key, value in alphas.items():
-            if type(value) not in (int, float) or not math.isfinite(value):
-                raise _wrong(key, "a finite number", value)
+            if type(value) not in (int, float) or not abs(value) <= LARGEST:
+                raise _wrong(key, f"a number of at most {LARGEST:g}", value)
         if self.init not in INITS:
             raise _wrong("init", f"one of {INITS}", self.init)
-        if type(self.seed) is not int:
-            raise _wrong("seed", "an integer", self.seed)
+        if type(self.seed) is not int or self.seed < 0:
+            raise _wrong("seed", "an integer of at least 0", self.seed)
         return AdapterConfig(
             r=self.rank,
             lora_alpha=self.alpha,

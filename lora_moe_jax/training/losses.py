@@ -25,7 +25,8 @@ class LossBatch(NamedTuple):
     Attributes:
       weights: float32 [D, L], of `Datum.weights`.
       mask: bool [D, L], False for padding.
-      inputs: float32 [D, L] each, of `Datum.inputs`.
+      inputs: float32 [D, L] each, of `Datum.inputs`: those that the `Loss` says it needs. A
+        function alone has none.
       options: the numbers that `forward_backward` was given for the loss.
     """
 
@@ -99,7 +100,9 @@ def dpo(logprobs: jax.Array, batch: LossBatch) -> jax.Array:
 
 
 def _ratio(logprobs: jax.Array, batch: LossBatch) -> jax.Array:
-    return jnp.exp(logprobs - batch.inputs["old_logprobs"])
+    # What counts nothing must not be infinite: 0 · inf is NaN.
+    counts = batch.weights != 0
+    return jnp.exp(jnp.where(counts, logprobs - batch.inputs["old_logprobs"], 0))
 
 
 _POLICY = ("old_logprobs", "advantages")

@@ -18,6 +18,7 @@ import numpy as np
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving.request import Completion
 from lora_moe_jax.serving.sampling_params import SamplingParams
+from lora_moe_jax.training.arguments import check_step_settings
 from lora_moe_jax.training.data_order import DataOrder
 from lora_moe_jax.training.datum import Datum
 from lora_moe_jax.training.losses import grpo_advantages
@@ -225,10 +226,12 @@ def _check(config: object, tasks: object) -> None:
                 expected=f"an integer of at least {least}",
                 found=repr(value)[:200],
             )
+    check_step_settings(config)
     if not isinstance(tasks, Mapping) or not tasks:
         raise RequestError("there is nothing to learn", key="tasks", expected="a GrpoTask by name")
     for name, task in tasks.items():
-        if not isinstance(task, GrpoTask) or not len(task.prompts):
+        is_task = isinstance(task, GrpoTask) and not isinstance(task.prompts, str)
+        if not is_task or not len(task.prompts):
             raise RequestError(
-                "this is no task", key=str(name)[:200], expected="a GrpoTask with prompts"
+                "this is no task", key=str(name)[:200], expected="a GrpoTask with a list of prompts"
             )

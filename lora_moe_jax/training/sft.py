@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_moe_jax.errors import RequestError
+from lora_moe_jax.training.arguments import check_step_settings
 from lora_moe_jax.training.data_order import DataOrder
 from lora_moe_jax.training.datum import Datum
 from lora_moe_jax.training.sft_data import Example
@@ -147,6 +148,7 @@ def _check(config: object, examples: Sequence[Example], order: DataOrder) -> Non
                 expected="an integer of at least 1",
                 found=repr(value)[:200],
             )
+    check_step_settings(config)
     if not examples or order.size != len(examples):
         raise RequestError(
             "the order is not one of these examples",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -43,13 +44,7 @@ def train_adapter(
       AdapterError, CheckpointError, ConfigError, RequestError: what is wrong with the model, the
         data or the settings.
     """
-    if out.exists():
-        raise AdapterError(
-            "there is something already where the adapter goes",
-            file=out,
-            expected="a new folder",
-            hint="choose another --out, or remove it",
-        )
+    _check_out(out)
     lora.peft()  # refuses what is out of range before anything is built, as this does with data
     examples = _examples(model, data, max_length)
     engine = Engine.from_pretrained(
@@ -74,6 +69,28 @@ def train_adapter(
     console.print(f"loss  {losses[0]:.4f}  {sparkline(losses)}  {losses[-1]:.4f}", highlight=False)
     console.print(f"adapter and {LOSS_FILE} are in {out}", highlight=False, markup=False)
     return reports
+
+
+def _check_out(out: Path) -> None:
+    """Refuses a folder that is there already, or cannot be made, before anything is trained."""
+    if out.exists() or out.is_symlink():
+        raise AdapterError(
+            "there is something already where the adapter goes",
+            file=out,
+            expected="a new folder",
+            hint="choose another --out, or remove it",
+        )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=out.parent).cleanup()
+    except OSError as cause:
+        raise AdapterError(
+            "the adapter could not be written there",
+            file=out,
+            expected="a folder that can be made",
+            found=str(cause),
+            hint="choose another --out",
+        ) from cause
 
 
 def _examples(model: Path, data: Path, max_length: int | None) -> list[Example]:

@@ -127,6 +127,9 @@ def _states(folder: Path) -> list[Path]:
 def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     import orbax.checkpoint as ocp  # takes a second, which who only serves need not wait
 
+    if not arrays:  # of no adapters: Orbax refuses an empty tree
+        path.mkdir()
+        return
     save_args = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
     # The mantissas of trained numbers do not compress.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:

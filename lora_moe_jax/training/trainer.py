@@ -320,8 +320,9 @@ class Trainer:
             has changed.
         """
         loss, options = loss_of(loss, options)
-        largest = self._pass.sizes[-1]
-        rows = checked_rows(batch, self._engine.config.vocab_size, largest.tokens, loss.needs)
+        config = self._engine.config
+        longest = min(self._pass.sizes[-1].tokens, config.max_position)
+        rows = checked_rows(batch, config.vocab_size, longest, loss.needs)
         for row in rows:
             self._training(row.adapter, f"batch[{row.place}].adapter")
         names = list(dict.fromkeys(row.adapter for row in rows))
@@ -358,6 +359,7 @@ class Trainer:
           AdapterError: an adapter is not in training, and no step was taken; or no slot can be had
             for a new version. Then all steps were taken, and the next forward_backward of the
             adapter makes its version.
+          EngineAsleepError: there is no bank for new versions; else the same.
         """
         names = [names] if isinstance(names, str) else names
         if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -381,14 +383,15 @@ class Trainer:
             rate = learning_rate(training.steps) if callable(learning_rate) else learning_rate
             rates[name] = checked_number("learning_rate", rate)
         settings = {name: StepSettings(rate, weight_decay, clip) for name, rate in rates.items()}
-        # All are begun before the host waits for the first.
-        stepped = {name: self._begin_step(name, settings[name]) for name in names}
         reports, failed = {}, None
-        for name in names:
-            try:
-                reports[name] = self._end_step(name, settings[name], stepped[name])
-            except AdapterError as error:
-                failed = failed or error
+        with uninterrupted():  # an adapter's masters, its count and the engine's version are one
+            # All are begun before the host waits for the first.
+            stepped = {name: self._begin_step(name, settings[name]) for name in names}
+            for name in names:
+                try:
+                    reports[name] = self._end_step(name, settings[name], stepped[name])
+                except Exception as error:  # of a new version: the step itself was taken
+                    failed = failed or error
         if failed is not None:
             raise failed
         return reports

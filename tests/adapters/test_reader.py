@@ -380,6 +380,33 @@ def test_all_linear_may_hold_experts_router_and_head(tmp_path):
         read_adapter(save(tmp_path, tensors, **config), table("deepseek_v3"))
 
 
+def test_all_linear_and_the_experts_of_one_layer(tmp_path):
+    """target_parameters say themselves of which layers they are."""
+    rng, projections = np.random.default_rng(4), table("qwen3_moe")
+    tensors = {}
+
+    def add(module, rank, inner, outer):
+        tensors[f"{P}{module}.lora_A.weight"] = rng.standard_normal((rank, inner)).astype("f4")
+        tensors[f"{P}{module}.lora_B.weight"] = rng.standard_normal((outer, rank)).astype("f4")
+
+    for name, p in projections.items():
+        if ".self_attn." in name:
+            add(name, 2, p.in_features, p.out_features)
+    block = "model.layers.2.mlp.experts"
+    gate, down = (projections[f"{block}.{its}_proj"] for its in ("gate", "down"))
+    add(f"{block}.base_layer", 2 * gate.groups, gate.in_features, 2 * gate.out_features)
+    add(block, 2 * down.groups, down.in_features, down.out_features)
+    config = dict(r=2, lora_alpha=4, peft_version="0.19.0", target_modules="all-linear")
+    config["target_parameters"] = ["2.mlp.experts.gate_up_proj", "2.mlp.experts.down_proj"]
+    found = read_adapter(save(tmp_path, tensors, **config), projections).pairs
+    assert {name for name in found if "experts" in name} == {
+        f"{block}.{its}_proj" for its in ("gate", "up", "down")
+    }
+    config["target_parameters"] += ["0.mlp.experts.down_proj"]
+    with pytest.raises(AdapterError, match="target_parameters"):
+        read_adapter(save(tmp_path, tensors, **config), projections)
+
+
 def test_some_experts_only_each_with_its_rank(tmp_path):
     """A config may choose experts by a regular expression; the others get rank 0."""
     rng = np.random.default_rng(3)

@@ -144,6 +144,7 @@ def test_hub_configs(tmp_path, name):
         QWEN3 | {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2},
         QWEN3 | MIXED_LAYERS,
         GPT_OSS_20B | {"sliding_window": 64, "layer_types": ["full_attention"] * 24},
+        GPT_OSS_20B | {"rope_scaling": {"rope_type": "default"}},
     ],
 )
 def test_written_config_reads_back_equal(tmp_path, values):

@@ -23,6 +23,7 @@ from tests.server.conftest import PROMPT, metrics, wait_for
 
 LONG = {"model": "shout", "prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
 SHORT = {"model": "pocket", "prompt": PROMPT, "max_tokens": 2}
+FAILED = 'lora_moe_jax_http_responses_total{status="500"}'
 GENERATED = "lora_moe_jax_generated_tokens_total"
 
 
@@ -118,6 +119,7 @@ def test_a_full_queue(http, client, running, slow_steps, monkeypatch):
 
 def test_a_failing_step_is_answered_and_the_server_goes_on(http, client, engine, monkeypatch):
     expected = http.post("/v1/completions", json=SHORT | {"temperature": 0}).json()["choices"]
+    before = metrics(http)
 
     def fail(*batch):
         raise RuntimeError("out of order")
@@ -128,11 +130,21 @@ def test_a_failing_step_is_answered_and_the_server_goes_on(http, client, engine,
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"
         assert "out of order" not in answer.text
+        after = metrics(http)  # by the same connection, which goes on
+        assert after[FAILED] == before.get(FAILED, 0) + 1
         with pytest.raises(openai.APIError, match="the server failed"):
             list(client.completions.create(**SHORT, stream=True))
     assert idle(http)
     got = http.post("/v1/completions", json=SHORT | {"temperature": 0}).json()["choices"]
     assert got == expected
+
+
+def test_a_server_whose_cache_is_lost_is_not_well(http, engine, monkeypatch):
+    """Every request would fail: whoever watches it is to start it anew."""
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner.steps, "lost", True)
+        assert http.get("/health").status_code == 503
+    assert http.get("/health").status_code == 200
 
 
 def test_an_engine_that_is_put_to_sleep(http, running, slow_steps):

@@ -266,7 +266,7 @@ BAD_SETTINGS = [
     ("top_p", (0, -0.5, 1.01, float("nan"), None, "1")),
     ("min_p", (-0.1, 1.1, float("nan"), None)),
     ("seed", (-1, 2**32, 1.0, "1", True)),
-    ("stop", ([""], [3], None, 5, b"x", {"a": 1}, ["a", None])),
+    ("stop", ([""], [3], None, 5, b"x", {"a": 1}, ["a", None], ["a"] * 33, ["a" * 257])),
     ("stop_token_ids", ([-1], ["a"], [1.0], [True], None, 5, "12")),
     ("ignore_eos", (1, None, "yes")),
     ("logprobs", (21, -1, 1.0, "1")),

@@ -6,6 +6,7 @@ its pool; and, where nothing of an older version is left, one that has only ever
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import jax
@@ -346,3 +347,48 @@ def test_fifty_updates_beside_a_request_leave_nothing(one):
     first = info.version - 50
     later = [*range(first + 1, info.version), *[info.version] * 7]
     assert end(stream).adapter_versions == [first] * 4 + later
+
+
+def test_a_write_that_fails_aborts_who_had_gone_on(one, monkeypatch):
+    new_version(one, 1)
+    mine, base = stepped(one, 5), one.stream([PROMPT], greedy(6))
+
+    def fail(slot, params):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._writer, "write", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            new_version(one, 2)
+    assert end_reason(mine) == "abort" and end_reason(base) == "length"
+    assert one.adapters() == []
+    new_version(one, 3)
+
+
+def end_reason(stream) -> str:
+    return str(list(stream)[-1].completion.finish_reason)
+
+
+def test_a_new_version_in_another_slot(one):
+    """Of a larger rank, where slots have classes; then another adapter takes the old slot."""
+    classes = OPTIONS | {"max_rank": {1: 1, 16: 1}, "prefill_chunk": CHUNK, "decode_steps": 1}
+    other = Engine.from_pretrained(GOLDEN / FAMILY / "base", **classes, update_policy="switch")
+    small = version(one, 1)
+    pairs = {
+        name: LoraPair(pair.a[:, :1], pair.b[:, :1], pair.scaling, np.minimum(pair.ranks, 1))
+        for name, pair in small.pairs.items()
+    }
+    small = Adapter(pairs, small.layout, dataclasses.replace(small.config, r=1, rank_pattern={}))
+    found = []
+    for its in (one, other):
+        first = its.load_adapter("policy", small)
+        stream = stepped(its, 6)
+        second = its.load_adapter("policy", version(one, 2))
+        its.load_adapter("another", small)
+        out = end(stream)
+        assert out.adapter_versions[0] < out.adapter_versions[-1]
+        found.append((first.slot == second.slot, out))
+    (in_place, expected), (elsewhere, out) = found
+    assert in_place and not elsewhere
+    assert out.token_ids == expected.token_ids
+    np.testing.assert_allclose(out.logprobs, expected.logprobs, rtol=1e-4)

@@ -169,6 +169,16 @@ def test_chat_refusals(template, messages, says):
         byte_codec(template).chat(messages)
 
 
+def test_a_stop_string_in_what_was_held_back_cuts_too():
+    """A token of a space and the beginning of a character, where generation ends."""
+    codec = TextCodec(byte_tokenizer(merges=((chr(0x120), chr(0xF0)),)), None, {})
+    ids = codec.encode("ab 👍")[:3]
+    parts, one = stream(ids, [" "], codec)
+    assert one.text == "ab" == "".join(parts)
+    parts, one = stream(ids, ["x"], codec)
+    assert one.text == "ab \ufffd" == "".join(parts)
+
+
 # ---- folders -------------------------------------------------------------------------------------
 def write(folder, **settings):
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -193,6 +203,47 @@ def test_a_folder(tmp_path):
     assert codec.chat([]) == [256, *codec.encode("E")]
     (tmp_path / "chat_template.jinja").write_text("ü")
     assert TextCodec.from_folder(tmp_path).chat([]) == codec.encode("ü"), "the file has precedence"
+
+
+def test_what_a_tokenizer_was_saved_with_does_not_cut_or_pad(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert TextCodec.from_folder(tmp_path).encode("abcdefgh") == CODEC.encode("abcdefgh")
+
+
+@pytest.mark.parametrize(
+    "settings, added",
+    [
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}, (1, 0)),
+        ({"tokenizer_class": "LlamaTokenizerFast"}, (1, 0)),
+        ({"tokenizer_class": "LlamaTokenizer", "add_eos_token": True}, (1, 1)),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False}, (0, 0)),
+        ({"tokenizer_class": "LlamaTokenizerFast", "bos_token": None}, (0, 0)),
+        ({"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<missing>"}, (0, 0)),
+        ({"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": True}, (0, 0)),
+    ],
+)
+def test_ends_of_text_by_the_tokenizers_class(settings, added, tmp_path):
+    """DeepSeek's files have none in tokenizer.json; a conversation's are the template's."""
+    text = {"chat_template": "{{ bos_token }}x", "bos_token": SPECIAL, "eos_token": SPECIAL}
+    codec = TextCodec.from_folder(write(tmp_path, **text | settings))
+    begin, end = added
+    assert codec.encode("ab") == [256] * begin + CODEC.encode("ab") + [256] * end
+    assert codec.encode("ab", special_tokens=False) == CODEC.encode("ab")
+    if settings.get("bos_token", SPECIAL) == SPECIAL:
+        assert codec.chat([]) == [256, *CODEC.encode("x")]
+
+
+def test_templates_have_what_transformers_gives_them():
+    value = {"path": "<a> & b's", "kind": "é"}
+    codec = byte_codec("{{ messages[0].content | tojson }}{{ strftime_now('%Y') | length }}")
+    ids = codec.chat([{"role": "user", "content": value}])
+    assert codec.decode(ids) == json.dumps(value, ensure_ascii=False) + "4"
+    codec = byte_codec("{{ messages[0].content | tojson(ensure_ascii=True, indent=1) }}")
+    ids = codec.chat([{"role": "user", "content": value}])
+    assert codec.decode(ids) == json.dumps(value, indent=1)
 
 
 def test_a_list_of_templates_is_not_used(tmp_path):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lora_moe_jax import AdapterError, Engine, read_adapter
+from lora_moe_jax import AdapterError, Engine, RequestError, read_adapter
 from lora_moe_jax.adapters import Adapter, LoraPair
 from tests.adapters.tables import GOLDEN, golden_adapters
 from tests.serving.helpers import bits, constant_adapter, greedy, load_golden, probe, prompts
@@ -191,3 +191,32 @@ def test_bad_parameters_change_nothing(one):
     with pytest.raises(AdapterError):
         one.update_adapter("a/b", params_of(adapter))
     assert (probe(one, "policy"), one.adapters()) == (expected, before)
+
+
+def test_a_write_that_fails_leaves_no_adapter_without_values(one, monkeypatch):
+    """Out of memory on the device, say: others go on, and the name is free."""
+    adapter = golden(one, FAMILY, "experts")
+    one.update_adapter("policy", params_of(adapter))
+    expected = probe(one, "policy")
+    began = one.stream(prompts([4]), greedy(6), "policy")
+    next(began)
+
+    def fail(slot, params):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._writer, "write", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            one.update_adapter("policy", params_of(adapter, 2.0))
+    assert one.adapters() == []
+    with pytest.raises(RequestError, match="not loaded"):
+        one.generate(prompts([4]), greedy(2), "policy")
+    assert len(list(began)) == 5, "with the version that it began with"
+    one.generate(prompts([4]), greedy(2))
+    one.update_adapter("policy", params_of(adapter))
+    assert probe(one, "policy") == expected
+
+
+def test_no_projection_at_all_is_the_base(one):
+    info = one.update_adapter("nothing", {})
+    assert info.targets == () and probe(one, "nothing") == probe(one, None)

@@ -94,6 +94,22 @@ def test_options_and_padding():
     assert value == 0.5 and not any(part.any() for part in gradient)
 
 
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "grpo", "cispo"])
+def test_what_has_no_weight_may_have_any_old_logprob(name):
+    """Placeholders of prompts, far below what a float32 ratio can be of."""
+    rows, logprobs = rows_and_logprobs()
+    loss, options = loss_of(name, {})
+    for row in rows:
+        row.weights[:2] = 0
+    expected = value_and_gradient(loss, options, rows, logprobs).read()
+    for row in rows:
+        row.inputs["old_logprobs"][:2] = -500
+    found = value_and_gradient(loss, options, rows, logprobs).read()
+    assert np.isfinite(found[0]) and found[0] == expected[0]
+    for its, other in zip(found[1], expected[1], strict=True):
+        assert np.array_equal(its, other) and not its[:2].any()
+
+
 @pytest.mark.parametrize(
     "function",
     [

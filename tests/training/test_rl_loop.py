@@ -108,11 +108,18 @@ def test_bad_runs_are_refused_at_once(pair):
     engine, trainer = pair()
     add(trainer, "a")
     good = {"a": GrpoTask(PROMPTS, even)}
-    for key, value in (("steps", 0), ("group_size", 1), ("max_tokens", 1.5), ("seed", -1)):
+    for key, value in (
+        ("steps", 0),
+        ("group_size", 1),
+        ("max_tokens", 1.5),
+        ("seed", -1),
+        ("learning_rate", "1"),
+        ("weight_decay", -1),
+    ):
         with pytest.raises(RequestError) as caught:
             run_grpo(trainer, good, GrpoConfig(**{key: value}))
         assert caught.value.key == key
-    for tasks in ({}, None, {"a": even}, {"a": GrpoTask([], even)}):
+    for tasks in ({}, None, {"a": even}, {"a": GrpoTask([], even)}, {"a": GrpoTask("text", even)}):
         with pytest.raises(RequestError):
             run_grpo(trainer, tasks)
     with pytest.raises(RequestError, match="settings"):

@@ -192,6 +192,10 @@ def test_bad_runs_are_refused_at_once(pair):
         with pytest.raises(RequestError) as caught:
             run_sft(trainer, "a", data, SftConfig(**{key: 0}))
         assert caught.value.key == key
+    for key, value in (("learning_rate", float("nan")), ("weight_decay", -1), ("clip_norm", "no")):
+        with pytest.raises(RequestError) as caught:
+            run_sft(trainer, "a", data, SftConfig(**{key: value}))
+        assert caught.value.key == key
     with pytest.raises(RequestError, match="order"):
         run_sft(trainer, "a", data, order=DataOrder(4))
     with pytest.raises(RequestError):
@@ -253,6 +257,13 @@ def test_bad_input_is_one_message_and_status_2(tmp_path, capsys):
     assert "RequestError" in error and "".join(f"{data}:2".split()) in error
     assert main([*command, "--model", str(tmp_path)]) == 2
     assert main([*command, "--alpha", "nan"]) == 2
+    assert main([*command, "--alpha", "1e31"]) == 2
+    capsys.readouterr()
+    for out in (data / "out", tmp_path / "link"):  # in a file; a link to nothing
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(tmp_path / "nothing")
+        assert main([*command[:-1], str(out)]) == 2
+        assert "--out" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     for wrong in (["--steps", "0"], ["--steps", "1", "--epochs", "1"], ["--seed", "x"]):
         with pytest.raises(SystemExit) as end:

@@ -112,6 +112,14 @@ def test_the_same_bits_go_on(pair, tmp_path, family, elsewhere):
     assert [x.name for x in sorted(tmp_path.iterdir())] == ["00000001", "00000002"]
 
 
+def test_a_trainer_without_adapters(pair, tmp_path):
+    engine, trainer = pair()
+    trainer.save(tmp_path, {"position": 3})
+    trainer.wait()
+    again, extra = Trainer.restore(engine, tmp_path, token_buckets=BUCKETS)
+    assert not again.adapters() and extra == {"position": 3}
+
+
 def test_nothing_waits_for_the_disk(pair, tmp_path, monkeypatch):
     engine, trainer = pair(FAMILY)
     make(trainer, engine)

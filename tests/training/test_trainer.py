@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import optax
 import pytest
@@ -9,7 +11,16 @@ import pytest
 from lora_moe_jax import AdapterError, ConfigError, Engine, RequestError, read_adapter
 from lora_moe_jax.training import Datum, LoraConfig, Trainer
 from tests.adapters.tables import table
-from tests.training.helpers import arrays, data, gradients, master, same, scores, state
+from tests.training.helpers import (
+    arrays,
+    data,
+    every_module,
+    gradients,
+    master,
+    same,
+    scores,
+    state,
+)
 
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
@@ -252,7 +263,10 @@ def test_bad_adapters_and_steps(pair):
         ("b", LoraConfig(rank=0)),
         ("b", LoraConfig(rank=1, alpha=float("inf"))),
         ("b", LoraConfig(rank=1, init="pissa")),
+        ("b", LoraConfig(rank=1, alpha=10**400)),
+        ("b", LoraConfig(rank=1, alpha=1e31)),
         ("b", LoraConfig(rank=1, seed=0.5)),
+        ("b", LoraConfig(rank=1, seed=-1)),
         ("b", LoraConfig(rank=1, target_modules=["o_proj", "nothing"])),
         ("b", LoraConfig(rank=1, target_modules="nothing")),
         ("b", LoraConfig(rank=1, target_modules="(")),
@@ -280,6 +294,47 @@ def test_bad_adapters_and_steps(pair):
     for buckets in ([], [0], "many", [1.5]):
         with pytest.raises(ConfigError):
             Trainer(engine, token_buckets=buckets)
+
+
+def test_a_step_that_finds_no_bank_is_whole(pair):
+    """Masters, counts and what the next batch runs stay together."""
+    engine, trainer = pair()
+    for name in "ab":
+        trainer.add_adapter(name, LoraConfig(rank=2, target_modules=every_module(engine)))
+    batch = data([("a", 20), ("b", 20)])
+    trainer.forward_backward(batch)
+    engine.sleep(2)
+    with pytest.raises(RequestError, match="asleep"):
+        trainer.optim_step(["a", "b"], 0.1)
+    engine.wake()
+    assert [info.steps for info in trainer.adapters()] == [1, 1]
+    after = trainer.forward_backward(batch)
+    assert same(scores(engine, batch), after.logprobs)
+    for name in "ab":
+        trainer.remove_adapter(name)
+        engine.unload_adapter(name)
+        trainer.add_adapter(name, LoraConfig(rank=2, target_modules=every_module(engine)))
+    trainer.forward_backward(batch)
+    trainer.optim_step(["a", "b"], 0.1)
+    assert same(trainer.forward_backward(batch).logprobs, after.logprobs)
+
+
+def test_an_interrupt_waits_for_the_end_of_a_step(pair, monkeypatch):
+    engine, trainer = pair()
+    trainer.add_adapter("a", LoraConfig(rank=2))
+    trainer.forward_backward(data([("a", 20)]))
+    begin_step = trainer._begin_step
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return begin_step(*arguments)
+
+    monkeypatch.setattr(trainer, "_begin_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.optim_step("a", 0.1)
+    (info,) = trainer.adapters()
+    assert info.steps == 1 and not trainer._adapters["a"].stale
+    assert engine.adapters()[0].version == info.version
 
 
 def check_training(batch, steps: int, modules, **options):
