@@ -8,6 +8,8 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from tokenizers.decoders import DecodeStream
+
 from lora_moe_jax.serving.request import Delta
 from lora_moe_jax.serving.text import TextCodec
 
@@ -47,7 +49,9 @@ class CompletionReply:
         self._model = model
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._sent: dict[int, int] = {}  # characters of each choice's text so far
+        # Of each choice what decodes it, and how long its text is: what is held back, as it
+        # may become a stop string, has its place as well.
+        self._decoded: dict[int, tuple[DecodeStream, int]] = {}
 
     def response(self, choices: Sequence[list[Delta]], usage: Usage) -> dict:
         """The answer, from all the deltas of each choice."""
@@ -87,8 +91,11 @@ class CompletionReply:
     def _logprobs(self, deltas: list[Delta]) -> dict:
         offsets = []
         for delta in deltas:
-            offsets.append(self._sent.get(delta.index, 0))
-            self._sent[delta.index] = offsets[-1] + len(delta.text)
+            start = DecodeStream(skip_special_tokens=True), 0
+            decoder, length = self._decoded.get(delta.index, start)
+            offsets.append(length)
+            text = decoder.step(self._codec.tokenizer, delta.token_id) or ""
+            self._decoded[delta.index] = decoder, length + len(text)
         likely = [self._likely(delta) for delta in deltas]
         return {
             "tokens": [self._token(delta.token_id) for delta in deltas],

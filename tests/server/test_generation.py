@@ -116,6 +116,13 @@ def test_text_parts_are_joined(client):
     assert got.choices[0].message.content == chat(client).choices[0].message.content
 
 
+def test_where_tokens_are_does_not_depend_on_stop_strings(client):
+    """Text that may become one is held back, and has its place all the same."""
+    plain = complete(client, "shout", logprobs=0).choices[0]
+    held = complete(client, "shout", logprobs=0, stop=[plain.text[1:] + "x"]).choices[0]
+    assert held.text == plain.text and held.logprobs == plain.logprobs
+
+
 def test_streamed_completions_join_to_the_whole(client):
     prompts = [PROMPT, "import os\n"]
     whole = complete(client, "shout", prompt=prompts, logprobs=0)
