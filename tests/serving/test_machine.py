@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 
 from lora_moe_jax import AdapterError, Engine, RequestStream, read_adapter
 from lora_moe_jax.adapters import Adapter
-from lora_moe_jax.pocket import ADAPTERS
+from lora_moe_jax.pocket import ADAPTERS, BASE
 from lora_moe_jax.serving.request import Request, scores
 from tests.serving.helpers import TIGHT, bits, greedy, prompts, sampled, with_options
 
@@ -47,7 +47,7 @@ class World:
 
     Attributes:
       adapters: by source, in memory.
-      slots: the same as arrays on the device.
+      slots: the same as arrays: of a slot on the device, or where slots have classes by projection.
       outputs: tokens and logprobs by source, prompt and kind of sampling.
       scores: by source and prompt.
     """
@@ -59,9 +59,7 @@ class World:
     scores: dict[tuple, bytes]
 
 
-@pytest.fixture(scope="module")
-def alone(tight) -> World:
-    engine = with_options(tight)
+def alone_in(engine: Engine, *, classes: bool = False) -> World:
     made = World(engine, {}, {}, {}, {})
     engine._runner.scheduler.prefix_cache = False
     for source in (None, *SOURCES):
@@ -70,7 +68,9 @@ def alone(tight) -> World:
             name = "alone"
             made.adapters[source] = read_adapter(ADAPTERS[source], engine.bank.projections)
             slot = engine.load_adapter(name, made.adapters[source]).slot
-            made.slots[source] = jax.tree.map(lambda x, slot=slot: x[slot], engine.bank.arrays)
+            made.slots[source] = dict(made.adapters[source].pairs)
+            if not classes:
+                made.slots[source] = jax.tree.map(lambda x, slot=slot: x[slot], engine.bank.arrays)
         for place, prompt in enumerate(PROMPTS):
             for kind, params in enumerate(PARAMS):
                 (out,) = engine.generate([prompt], params(MOST), [name])
@@ -84,14 +84,29 @@ def alone(tight) -> World:
     return made
 
 
-@pytest.fixture(scope="module", params=["finish", "switch"])
-def world(request, tight, alone) -> World:
-    """What comes of a request alone is the same under both policies."""
-    engine = with_options(tight, update_policy=request.param)
-    source = SOURCES[0]
-    engine.load_adapter("alone", alone.adapters[source])
-    engine.update_adapter("alone", alone.slots[source])  # compiles for the first
-    engine.unload_adapter("alone")
+@pytest.fixture(scope="module")
+def alone(tight) -> World:
+    return alone_in(with_options(tight))
+
+
+CLASSES = pytest.param("classes", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["finish", "switch", CLASSES])
+def world(request, tight) -> World:
+    """What comes of a request alone is the same under both policies; slots may be of two ranks."""
+    if request.param == "classes":
+        ranks = TIGHT | {"max_rank": {8: 1, 16: 1}}
+        engine = Engine.from_pretrained(BASE, **ranks, update_policy="switch")
+        alone = alone_in(engine, classes=True)
+    else:
+        engine = with_options(tight, update_policy=request.param)
+        alone = request.getfixturevalue("alone")
+    for source in SOURCES:
+        for name in NAMES[:2]:  # compiles for a slot of each rank
+            engine.update_adapter(name, alone.slots[source])
+        for name in NAMES[:2]:
+            engine.unload_adapter(name)
     engine._runner.scheduler.prefix_cache = True
     return dataclasses.replace(alone, engine=engine)
 
@@ -192,7 +207,11 @@ class Machine(RuleBasedStateMachine):
     @rule(name=names, source=sources)
     def load(self, name, source):
         """A new name, or a new version under it."""
-        info = self.engine.load_adapter(name, self.world.adapters[source])
+        try:
+            info = self.engine.load_adapter(name, self.world.adapters[source])
+        except AdapterError as error:
+            assert "pinned" in str(error) and name in self.pinned  # and its slot is too small
+            return
         assert info.version > self.loaded.get(name, ("", 0))[1]
         self.now(name, source, info.version)
 
@@ -203,7 +222,8 @@ class Machine(RuleBasedStateMachine):
         try:
             info = self.engine.update_adapter(name, self.world.slots[source])
         except AdapterError as error:
-            assert "no slot can be had" in str(error) and self.engine.adapters() == before
+            assert self.engine.adapters() == before
+            assert "no slot can be had" in str(error) or name in self.pinned
             return
         assert info.slot is not None
         self.now(name, source, info.version)
@@ -336,6 +356,9 @@ class Machine(RuleBasedStateMachine):
         scheduler = self.engine._runner.scheduler
         rows = [*scheduler._free_rows, *(r.row for r in scheduler.running)]
         assert sorted(rows) == list(range(TIGHT["max_requests"]))
+        for request in scheduler.running:
+            if request.computed:
+                assert scheduler._rows.values.slots[request.row] == request.slot
 
     @invariant()
     def every_slot_is_with_one(self):
