@@ -97,7 +97,9 @@ def grouped_lora_matmul(
     if row_slots is None:
         row_slots = jnp.full(x.shape[0], -1, jnp.int32)
     w, bias, lora = in_backend_form(backend, (w, bias, lora))
-    tables = backend.tables(group_sizes, jnp.asarray(row_slots), w.shape[0])
+    if group_sizes is not None:
+        group_sizes = jnp.asarray(group_sizes, jnp.int32)  # sums of narrower types go round
+    tables = backend.tables(group_sizes, jnp.asarray(row_slots, jnp.int32), w.shape[0])
     return differentiable.grouped_lora_matmul(
         backend, parts, gate, out_dtype, x, w, bias, tables, lora, None
     )

@@ -95,7 +95,7 @@ def _equal_groups(x, w, contract):
         block = jnp.pad(x[:, whole:], ((0, 0), (0, height - rows + whole), (0, 0)))
         blocks.append(_product(block, w, contract)[:, : rows - whole])
     y = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
-    return y.reshape(groups * rows, -1)
+    return y.reshape(groups * rows, y.shape[-1])
 
 
 def _product(block, weight, contract):

@@ -45,8 +45,20 @@ def gated_columns_gradient(y: jax.Array, dhidden: jax.Array, form: Gate) -> jax.
     """The gradient of `[gate | up]`, from that of the activation."""
     # Or the compiler keeps float32 values of the forward pass for this, which take longer to read.
     gate, up = apart(jnp.split(_wide(lax.optimization_barrier(y)), 2, axis=1))
-    pullback = jax.vjp(lambda gate, up: gated(gate, up, form, _exp), gate, up)[1]
-    return jnp.concatenate(pullback(dhidden.astype(gate.dtype)), axis=1).astype(y.dtype)
+
+    def limited(gate, up):
+        if form.limit is None:
+            return gate, up
+        return jnp.minimum(gate, form.limit), jnp.clip(up, -form.limit, form.limit)
+
+    (gate, up), pullback = jax.vjp(limited, gate, up)
+    scaled, dhidden = form.alpha * gate, dhidden.astype(gate.dtype)
+    # Not by way of exp's own derivative: far below zero that is infinite, times zero.
+    sigmoid = 1.0 / (1.0 + _exp(-scaled))
+    slope = sigmoid * (1.0 + apart(scaled * (1.0 - sigmoid)))
+    shifted = up if form.up_offset == 0.0 else up + form.up_offset
+    gradients = pullback((dhidden * shifted * slope, dhidden * (gate * sigmoid)))
+    return jnp.concatenate(gradients, axis=1).astype(y.dtype)
 
 
 def _exp(x):

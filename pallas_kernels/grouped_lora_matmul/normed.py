@@ -66,7 +66,7 @@ def normed_lora_matmul(
     static = _Static(eps, parts, gate, out_dtype, implementation)
     apart = functools.partial(_apart, static)
     arguments = x, more, norm_weight, w, row_slots, lora, bias
-    if x.shape[0] > backend.NORMED_ROWS:
+    if not 0 < x.shape[0] <= backend.NORMED_ROWS:
         return apart(*arguments)
     return kernel_or_parts(functools.partial(_in_one_kernel, backend, static), apart, *arguments)
 

@@ -28,7 +28,7 @@ def experts(backend: ModuleType, parts, gate: Gate, x, gate_up, bias, down, rout
     """
     apart = functools.partial(_apart, backend, parts, gate)
     arguments = x, gate_up, bias, down, route, lora, *rest
-    if x.shape[0] > backend.EXPERTS_AT_ONCE:
+    if not 0 < x.shape[0] <= backend.EXPERTS_AT_ONCE:
         return apart(*arguments)
     return kernel_or_parts(functools.partial(_at_once, backend, parts, gate), apart, *arguments)
 

@@ -97,7 +97,7 @@ def routed_mlp(
     gate, choice = gate or Gate(), _Choice(top_k, scoring)
     apart = functools.partial(_apart, implementation, gate, choice)
     arguments = x, logits, correction, token_slots, valid, residual, layer
-    if chosen.size > backend.ROUTED_AT_ONCE:
+    if not 0 < chosen.size <= backend.ROUTED_AT_ONCE:
         return apart(*arguments)
     kernel = functools.partial(_in_one_kernel, backend, gate, choice)
     return kernel_or_parts(kernel, apart, *arguments)

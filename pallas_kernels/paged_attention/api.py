@@ -66,7 +66,8 @@ def paged_attention(
 
     Exactness: keys are taken in blocks of a fixed size in position order, so a token's bits depend
     on its own request alone, not on the batch, the chunk it came in, or the page numbers.
-    Isolation: positions outside the token's view are selected away, whatever they hold.
+    Isolation: whatever other requests' positions hold, and those that no token of the batch sees,
+    is selected away; of the request's own later positions, all that is finite.
 
     Differentiable with respect to q and the pages where the batch holds whole sequences, positions
     from 0 on: training. The gradient has the same exactness and isolation. With "mosaic_gpu" it is

@@ -105,7 +105,7 @@ def attention_gradients(q, k, v, out, dout, view, scale, sliding_window, sinks):
     zeros = tuple(jnp.zeros(x.shape, dtype) for x in (q, k, v))
     dq, dk, dv = lax.fori_loop(0, distances, gradients, zeros)
     dq = gather(dq, tiles)
-    return dq.reshape(dq.shape[0], heads, -1), gather(dk, tiles), gather(dv, tiles)
+    return dq.reshape(dq.shape[0], heads, dq.shape[-1]), gather(dk, tiles), gather(dv, tiles)
 
 
 def cut(view, height: int) -> Tiles:

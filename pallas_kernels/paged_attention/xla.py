@@ -52,7 +52,7 @@ def paged_attention(q, k_pages, v_pages, view, scale, sliding_window, sinks):
 
     functions = scores, values, scale, sliding_window, sinks
     out = _attend((q,), view, k_pages, v_pages.shape[-1], *functions)
-    return out.reshape(tokens, heads, -1).astype(q.dtype)
+    return out.reshape(tokens, heads, v_pages.shape[-1]).astype(q.dtype)
 
 
 def paged_latent_attention(q_latent, q_rope, latent_pages, rope_pages, view, scale):
@@ -119,6 +119,8 @@ def _attend(queries, view, pages, width, scores, values, scale, sliding_window, 
         return lax.dynamic_update_slice_in_dim(out, result, i * TOKEN_TILE, axis=0)
 
     out = jnp.zeros((tokens + pad, *head_shape, width), dtype)
+    if not tokens:
+        return out
     return lax.fori_loop(0, (tokens + pad) // TOKEN_TILE, tile, out)[:tokens]
 
 

@@ -142,7 +142,7 @@ def rows_of_choices(
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """The token and the weight of each row."""
     order = _inverse(position.reshape(-1))
-    return lax.div(order, jnp.int32(position.shape[1])), weights.reshape(-1)[order]
+    return lax.div(order, jnp.int32(position.shape[1])), jnp.asarray(weights).reshape(-1)[order]
 
 
 def _sum_of_choices(rows, position, weights):

@@ -42,8 +42,14 @@ def top_experts(
 
     Raises:
       NotImplementedError: there is no such implementation, or it cannot serve these shapes.
+      ValueError: there are not so many experts, or not as many biases.
     """
     bias = None if bias is None else jnp.asarray(bias)
+    experts = logits.shape[1]
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"{top_k=} must be from 1 to the number of experts, {experts}")
+    if bias is not None and bias.shape != (experts,):
+        raise ValueError(f"bias has the shape {bias.shape}, expected ({experts},)")
     backend = _backend(implementation, logits, top_k)
     return differentiable.top_experts(backend, top_k, scoring, logits, bias)
 

@@ -47,18 +47,20 @@ def _kernel(count: int, top_k: int, scoring: Scoring, logits, *refs):
     compared = scores
     for bias in biases:
         compared = compared + plgpu.load(bias, mask=real[0], other=0)[None]
-    compared = apart(jnp.where(real, compared, -jnp.inf))
+    # NaN, which equals nothing, is above all. What is taken is not marked by a score: experts may
+    # have any, -inf too.
+    compared = apart(jnp.where(compared == compared, compared, jnp.inf))
+    free = real
     experts = jnp.zeros((1, choices), jnp.int32)
     weights = jnp.zeros((1, choices), jnp.float32)
     for number in range(top_k):
-        best = compared.max(axis=1, keepdims=True)
-        first = jnp.where(compared == best, expert, width).min(axis=1, keepdims=True)
-        first = jnp.minimum(first, count - 1)  # NaN equals nothing
+        best = jnp.where(free, compared, -jnp.inf).max(axis=1, keepdims=True)
+        first = jnp.where(free & (compared == best), expert, width).min(axis=1, keepdims=True)
         here = expert == first
-        its = jnp.where(here, scores, 0.0).sum(axis=1, keepdims=True) if biases else best
+        its = jnp.where(here, scores, 0.0).sum(axis=1, keepdims=True)
         experts = jnp.where(choice == number, first, experts)
         weights = jnp.where(choice == number, its, weights)
-        compared = jnp.where(here, -jnp.inf, compared)
+        free = free & ~here
     if scoring.normalise:
         epsilon = SIGMOID_EPSILON if scoring.sigmoid else 0.0
         weights = weights / (weights.sum(axis=1, keepdims=True) + epsilon)

@@ -40,6 +40,21 @@ def test_the_number_of_rows_does_not_matter(width, form):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_gradient_far_from_zero(form):
+    """Where exp overflows nothing is left of a sigmoid, nor of its slope."""
+    gate = np.array([-1e4, -200, -100, -88.8, -53, -20, -3, 0, 2, 6.9, 50, 200], np.float32)
+    y = np.stack([gate, np.full_like(gate, 0.7)], axis=1)
+    found = np.asarray(gated_columns_gradient(y, np.full((len(gate), 1), 1.5, np.float32), form))
+    gate, up = y.astype(np.float64).T
+    inside = np.ones_like(gate, bool) if form.limit is None else gate < form.limit
+    gate = gate if form.limit is None else np.minimum(gate, form.limit)
+    sigmoid = np.exp(-np.logaddexp(0, -form.alpha * gate))
+    slope = sigmoid * (1 + form.alpha * gate * (1 - sigmoid))
+    expected = 1.5 * np.stack([inside * (up + form.up_offset) * slope, gate * sigmoid], axis=1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_equals_the_definition(form):
     y, _ = arguments(8)
     gate, up = np.split(y.astype(np.float64), 2, axis=1)

@@ -203,6 +203,30 @@ def test_no_rows():
     assert not any(np.asarray(gradient).any() for gradient in jax.tree.leaves(pullback(y)))
 
 
+def test_no_rows_of_equal_groups():
+    y, pullback = jax.vjp(lambda x: lora_matmul(x, zeros(6, 8)), zeros(0, 8))
+    assert y.shape == (0, 6) and pullback(y)[0].shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64"])
+def test_sizes_and_slots_of_any_integers(dtype):
+    case = make_case(SHAPE, [40, 35, 0, 0, 0], np.full(75, -1))
+    sizes, slots = case.group_sizes.astype(dtype), np.full(75, 1).astype(dtype)
+    many = np.repeat(np.asarray(case.x), 4, axis=0), np.repeat(slots, 4)
+    found = grouped_lora_matmul(
+        many[0], case.w, (3 * sizes).astype(dtype), many[1], case.lora, parts=SHAPE.widths
+    )
+    expected = grouped_lora_matmul(
+        many[0],
+        case.w,
+        3 * case.group_sizes,
+        many[1].astype(np.int32),
+        case.lora,
+        parts=SHAPE.widths,
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
 def zeros(*shape):
     return np.zeros(shape, np.float32)
 

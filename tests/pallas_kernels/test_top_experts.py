@@ -112,6 +112,25 @@ def test_nan_stays_with_its_token(implementation):
 
 
 @each
+def test_no_expert_is_chosen_twice(implementation):
+    """Where most have a bias of -inf, or one has a score that is no number."""
+    choose, logits = chooser(implementation, 3, Scoring(sigmoid=True)), logits_of(128)
+    bias = np.full(128, -np.inf, np.float32)
+    bias[5] = 0
+    np.testing.assert_array_equal(choose(logits, bias)[0], np.tile([5, 0, 1], (TOKENS, 1)))
+    logits[:, 3] = np.nan
+    found = np.asarray(choose(logits, np.zeros(128, np.float32))[0])
+    assert all(len(set(row)) == 3 for row in found.tolist())
+
+
+def test_shapes_that_do_not_belong_together():
+    with pytest.raises(ValueError, match="top_k=9"):
+        top_experts(logits_of(8), None, 9, Scoring())
+    with pytest.raises(ValueError, match="bias"):
+        top_experts(logits_of(8), bias_of(7), 2, Scoring())
+
+
+@each
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 def test_the_gradient_is_that_of_the_weights(implementation, scoring):
     count, top_k = 16, 4
