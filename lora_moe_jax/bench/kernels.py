@@ -26,6 +26,7 @@ from lora_moe_jax.bench.kernel_cases import named
 from lora_moe_jax.bench.report import Report, read_report, this_environment
 from lora_moe_jax.bench.section import Job
 from lora_moe_jax.bench.timing import best_timer, elapsed_times, on_gpu
+from lora_moe_jax.errors import RequestError
 
 SECTIONS = {
     "slots": slots,
@@ -81,7 +82,17 @@ def show(console: Console, file: Path) -> None:
     """Prints the tables of a report that was written earlier."""
     report = read_report(file)
     for name, rows in report.sections.items():
-        console.print(TABLES[name].table(rows))
+        try:
+            table = TABLES[name].table(rows)
+        except (TypeError, ValueError, RuntimeError) as cause:
+            raise RequestError(
+                "a report's fields are not what this version writes",
+                file=file,
+                key=name,
+                expected="rows of numbers and text",
+                found=str(cause),
+            ) from cause
+        console.print(table)
     console.print(_caption(report))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -168,7 +169,8 @@ def _random_adapters(trainer: Trainer, names: list[str], config: ModelConfig, ra
     """Adapters whose both factors are random: after a step on random tokens."""
     for number, name in enumerate(names):
         trainer.add_adapter(name, LoraConfig(rank, seed=number))
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (len(names), PAGE)).tolist()
+    shape = len(names), min(PAGE, config.max_position)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).tolist()
     trainer.forward_backward(list(map(Datum, tokens, names)))
     trainer.optim_step(names, LEARNING_RATE)
 
@@ -177,9 +179,10 @@ def _samples(
     engine: Engine, config: ModelConfig, load: Load, names: list[str]
 ) -> Iterator[Sampled]:
     """Completions of random prompts of many lengths, until there are enough tokens."""
-    rng = np.random.default_rng(1)
+    rng, turns = np.random.default_rng(1), itertools.cycle(names)
+    count = max(math.ceil(load.requests / COMPLETIONS), min(len(names), load.requests))
     for _ in range(math.ceil(load.tokens / (load.requests * load.output))):
-        lengths = rng.integers(1, load.prompt + 1, math.ceil(load.requests / COMPLETIONS))
+        lengths = rng.integers(1, load.prompt + 1, count)
         prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
         # Not next to each other: a prompt is in the cache once it has been computed.
         places = [i % len(prompts) for i in range(load.requests)]
@@ -187,7 +190,8 @@ def _samples(
             SamplingParams(max_tokens=load.output, ignore_eos=True, logprobs=0, seed=int(seed))
             for seed in rng.integers(0, 2**31, load.requests)
         ]
-        adapters = [names[place % len(names)] for place in places]
+        of_prompt = list(itertools.islice(turns, count))
+        adapters = [of_prompt[place] for place in places]
         engine.sleep()  # empties the prefix cache, whose pages `Replay` has written again
         engine.wake()
         with engine.stream([prompts[place] for place in places], params, adapters) as stream:

@@ -54,8 +54,11 @@ class Load:
 def standard_loads(
     requests: Sequence[int], context: int, prefill: int, adapters: Sequence[int]
 ) -> list[Load]:
-    """Decode of each number of requests and prefill of one, without adapters and with each."""
-    return [
+    """Decode of each number of requests and prefill of one, without adapters and with each.
+
+    Each load once: a second time its prompts would be in the prefix cache.
+    """
+    loads = [
         load
         for used in (0, *adapters)
         for load in (
@@ -63,6 +66,7 @@ def standard_loads(
             Load("prefill", 1, prefill, used),
         )
     ]
+    return list(dict.fromkeys(loads))
 
 
 def run_serving(

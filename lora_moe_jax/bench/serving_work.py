@@ -7,7 +7,7 @@ import math
 
 from flax import nnx
 
-from lora_moe_jax.bench.roofline import ITEM, Work
+from lora_moe_jax.bench.roofline import Work
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.layers.adapter_slots import AdapterSlots, LoraParam
 from lora_moe_jax.models.decoder import Decoder
@@ -18,6 +18,7 @@ class ModelSizes:
     """Numbers of values.
 
     Attributes:
+      item: bytes of a value.
       dense: weights that every step reads, the output head among them.
       experts: weights of the routed experts.
       dense_slot, expert_slot: of one adapter slot, at the bank's rank.
@@ -26,6 +27,7 @@ class ModelSizes:
     """
 
     config: ModelConfig
+    item: int
     dense: int
     experts: int
     dense_slot: int
@@ -63,7 +65,9 @@ class ModelSizes:
             widths = position + config.mla.kv_lora_rank
         layers = config.num_layers
         attention = layers * config.num_heads * widths
-        return cls(config, dense, experts, dense_slot, expert_slot, layers * position, attention)
+        slots = dense_slot, expert_slot
+        item = model.norm.weight.dtype.itemsize
+        return cls(config, item, dense, experts, *slots, layers * position, attention)
 
     def step(self, requests: int, tokens: int, context: int, adapters: int) -> Work:
         """A step of `tokens` tokens in each request, the last of them at `context`.
@@ -87,7 +91,7 @@ class ModelSizes:
             )
         seen = requests * sum(map(self.seen, range(context - tokens + 1, context + 1)))
         flops = 2 * (rows * (self.dense + active + adapted) + self.attention * seen)
-        return Work(flops, ITEM * moved)
+        return Work(flops, self.item * moved)
 
     def seen(self, context: int, tokens: int = 1) -> float:
         """Positions that the last `tokens` of `context` attend to, of the mean layer."""

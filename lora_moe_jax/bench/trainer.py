@@ -152,7 +152,7 @@ def _engine(config: ModelConfig, load: Load, rank: int, dtype: str) -> tuple[Eng
         max_adapters=load.adapters,
         max_rank=rank,
         max_requests=1,
-        max_length=PAGE,
+        max_length=min(PAGE, config.max_position),
         page_size=PAGE,
         token_buckets=[1],
         prefill_chunk=None,

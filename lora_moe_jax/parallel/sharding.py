@@ -28,7 +28,8 @@ def sharding_rules(config: ModelConfig, mesh: Mesh | None) -> Mapping[str, str |
     """
     tensor, expert = axis_size(mesh, "tensor"), axis_size(mesh, "expert")
     _must_divide("num_attention_heads", config.num_heads, "tensor", tensor)
-    _must_divide("intermediate_size", config.intermediate_size, "tensor", tensor)
+    if not all(map(config.is_sparse, range(config.num_layers))):
+        _must_divide("intermediate_size", config.intermediate_size, "tensor", tensor)
     if config.moe:
         _must_divide("expert width", config.moe.expert_size, "tensor", tensor)
         _must_divide("shared expert width", config.moe.shared_size, "tensor", tensor)

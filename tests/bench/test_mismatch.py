@@ -32,6 +32,36 @@ def test_a_small_model(tmp_path, capsys):
     assert main(["bench", "show", str(file)]) == 0
 
 
+def test_every_adapter_is_sampled(tmp_path, monkeypatch):
+    used: dict[tuple[int, ...], str] = {}
+
+    class Stream:
+        requests = ()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+    class FakeEngine:
+        def sleep(self):
+            return None
+
+        wake = sleep
+
+        def stream(self, prompts, params, adapters):
+            for prompt, name in zip(prompts, adapters, strict=True):
+                assert used.setdefault(tuple(prompt), name) == name, "or it is never cached"
+            return Stream()
+
+    monkeypatch.setattr(mismatch, "run_recorded", lambda *_: None)
+    names = [str(i) for i in range(7)]
+    load = Load(tokens=40, requests=5, prompt=30, output=4, adapters=7)
+    list(mismatch._samples(FakeEngine(), small_config(tmp_path), load, names))
+    assert set(used.values()) == set(names)
+
+
 def test_what_is_counted(tmp_path):
     logprobs = [np.array([0, np.log(1.2)], np.float32), np.array([-0.05, 0], np.float32)]
     row = row_of(tmp_path, Found(logprobs, [], [3]))

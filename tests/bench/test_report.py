@@ -81,6 +81,16 @@ def rows_of_another_type(report):
     report["sections"] = []
 
 
+def test_fields_of_other_types_are_refused(tmp_path, capsys):
+    file = tmp_path / "a.json"
+    a_report().write(file)
+    report = json.loads(file.read_text())
+    report["sections"]["layer"][0]["lora_over_base"] = "twice"
+    file.write_text(json.dumps(report))
+    assert main(["bench", "show", str(file)]) == 2
+    assert "layer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "spoil", [change_schema, drop_a_field, add_a_section, rows_of_another_type]
 )

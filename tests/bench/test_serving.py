@@ -110,6 +110,21 @@ def test_sizes_are_those_that_were_published(name):
     assert (total, active) == pytest.approx(expected, rel=0.01)
 
 
+def test_bytes_are_those_of_the_dtype():
+    config = named_config("qwen3-30b-a3b")
+    half, whole = (
+        ModelSizes.of(abstract_model(config, dtype=dtype)).step(4, 1, 100, 0)
+        for dtype in ("bfloat16", "float32")
+    )
+    assert whole.bytes == 2 * half.bytes and whole.flops == half.flops
+
+
+def test_each_load_is_measured_once():
+    """A second time its prompts would be in the prefix cache."""
+    loads = serving.standard_loads((8, 8), 200, 200, (1, 1))
+    assert len(loads) == len(set(loads)) == 4
+
+
 def test_decode_by_hand():
     sizes = sizes_of("qwen3-30b-a3b", slots=8, rank=16)
     experts = 128 * 3 * 2048 * 768 * 48

@@ -118,6 +118,16 @@ def test_a_mesh_that_does_not_fit_is_refused(family, axes, names):
         assert name in str(refusal.value)
 
 
+def test_a_width_that_no_layer_has_need_not_be_divided(tmp_path):
+    values = json.loads((GOLDEN / "qwen3_moe/base/config.json").read_text())
+    values |= {"intermediate_size": 41, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    sharding_rules(read_config(tmp_path), make_mesh({"tensor": 2}))
+    (tmp_path / "config.json").write_text(json.dumps(values | {"mlp_only_layers": [0]}))
+    with pytest.raises(ConfigError, match="intermediate_size"):
+        sharding_rules(read_config(tmp_path), make_mesh({"tensor": 2}))
+
+
 def test_key_value_heads_are_replicated_when_there_are_too_few():
     config = read_config(GOLDEN / "qwen3/base")  # 4 query heads, 2 key/value heads
     assert sharding_rules(config, make_mesh({"tensor": 2}))["kv_heads"] == "tensor"
