@@ -280,6 +280,8 @@ class _Gate:
             try:
                 await self._app(scope, receive, counting)
             except Exception:
+                # Not a handler of the app's: that one answers past the count, and the connection,
+                # which may serve other requests, is closed after it.
                 if begun:
                     raise
                 _log.exception("a request failed")

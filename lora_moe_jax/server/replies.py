@@ -91,8 +91,9 @@ class CompletionReply:
     def _logprobs(self, deltas: list[Delta]) -> dict:
         offsets = []
         for delta in deltas:
-            start = DecodeStream(skip_special_tokens=True), 0
-            decoder, length = self._decoded.get(delta.index, start)
+            if delta.index not in self._decoded:
+                self._decoded[delta.index] = DecodeStream(skip_special_tokens=True), 0
+            decoder, length = self._decoded[delta.index]
             offsets.append(length)
             text = decoder.step(self._codec.tokenizer, delta.token_id) or ""
             self._decoded[delta.index] = decoder, length + len(text)

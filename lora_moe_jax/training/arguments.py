@@ -23,17 +23,16 @@ def buckets_of(sizes: object) -> list[int]:
     return sorted(set(sizes))
 
 
-def check_step_settings(config: object) -> None:
-    """What `optim_step` would refuse of a run's settings, before the run has a gradient.
+def check_step_settings(learning_rate: object, weight_decay: object, clip_norm: object) -> None:
+    """Raises RequestError for a setting of `optim_step` that is out of range.
 
-    Raises:
-      RequestError: learning_rate, weight_decay or clip_norm is out of range.
+    What a schedule gives is known in its step only.
     """
-    if not callable(config.learning_rate):
-        checked_number("learning_rate", config.learning_rate)
-    checked_number("weight_decay", config.weight_decay, 0.0)
-    if config.clip_norm is not None:
-        checked_number("clip_norm", config.clip_norm, 0.0)
+    if not callable(learning_rate):
+        checked_number("learning_rate", learning_rate)
+    checked_number("weight_decay", weight_decay, 0.0)
+    if clip_norm is not None:
+        checked_number("clip_norm", clip_norm, 0.0)
 
 
 def checked_number(key: str, value: object, least: float | None = None) -> float:

@@ -226,7 +226,7 @@ def _check(config: object, tasks: object) -> None:
                 expected=f"an integer of at least {least}",
                 found=repr(value)[:200],
             )
-    check_step_settings(config)
+    check_step_settings(config.learning_rate, config.weight_decay, config.clip_norm)
     if not isinstance(tasks, Mapping) or not tasks:
         raise RequestError("there is nothing to learn", key="tasks", expected="a GrpoTask by name")
     for name, task in tasks.items():

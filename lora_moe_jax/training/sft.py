@@ -148,7 +148,7 @@ def _check(config: object, examples: Sequence[Example], order: DataOrder) -> Non
                 expected="an integer of at least 1",
                 found=repr(value)[:200],
             )
-    check_step_settings(config)
+    check_step_settings(config.learning_rate, config.weight_decay, config.clip_norm)
     if not examples or order.size != len(examples):
         raise RequestError(
             "the order is not one of these examples",

@@ -20,7 +20,7 @@ from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
 from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.interrupts import uninterrupted
-from lora_moe_jax.training.arguments import buckets_of, checked_number
+from lora_moe_jax.training.arguments import buckets_of, check_step_settings, checked_number
 from lora_moe_jax.training.batch_run import BatchRun, InTraining
 from lora_moe_jax.training.config import LoraConfig, pair_shapes
 from lora_moe_jax.training.datum import Datum, checked_rows
@@ -368,9 +368,7 @@ class Trainer:
             )
         names = list(dict.fromkeys(names))
         clip = float("inf") if clip_norm is None else clip_norm
-        checked_number("weight_decay", weight_decay, 0.0)
-        if clip_norm is not None:
-            checked_number("clip_norm", clip_norm, 0.0)
+        check_step_settings(learning_rate, weight_decay, clip_norm)
         rates = {}
         for name in names:
             training = self._training(name)

@@ -27,9 +27,7 @@ class Gate(NamedTuple):
 
 def gated(gate: jax.Array, up: jax.Array, form: Gate, exp=jnp.exp) -> jax.Array:
     """The activation of float32 gate and up, of any equal shape."""
-    if form.limit is not None:
-        gate = jnp.minimum(gate, form.limit)
-        up = jnp.clip(up, -form.limit, form.limit)
+    gate, up = _limited(gate, up, form)
     scaled = gate if form.alpha == 1.0 else form.alpha * gate
     shifted = up if form.up_offset == 0.0 else up + form.up_offset
     return gate / (1.0 + exp(-scaled)) * shifted
@@ -45,13 +43,7 @@ def gated_columns_gradient(y: jax.Array, dhidden: jax.Array, form: Gate) -> jax.
     """The gradient of `[gate | up]`, from that of the activation."""
     # Or the compiler keeps float32 values of the forward pass for this, which take longer to read.
     gate, up = apart(jnp.split(_wide(lax.optimization_barrier(y)), 2, axis=1))
-
-    def limited(gate, up):
-        if form.limit is None:
-            return gate, up
-        return jnp.minimum(gate, form.limit), jnp.clip(up, -form.limit, form.limit)
-
-    (gate, up), pullback = jax.vjp(limited, gate, up)
+    (gate, up), pullback = jax.vjp(lambda gate, up: _limited(gate, up, form), gate, up)
     scaled, dhidden = form.alpha * gate, dhidden.astype(gate.dtype)
     # Not by way of exp's own derivative: far below zero that is infinite, times zero.
     sigmoid = 1.0 / (1.0 + _exp(-scaled))
@@ -59,6 +51,12 @@ def gated_columns_gradient(y: jax.Array, dhidden: jax.Array, form: Gate) -> jax.
     shifted = up if form.up_offset == 0.0 else up + form.up_offset
     gradients = pullback((dhidden * shifted * slope, dhidden * (gate * sigmoid)))
     return jnp.concatenate(gradients, axis=1).astype(y.dtype)
+
+
+def _limited(gate, up, form: Gate):
+    if form.limit is None:
+        return gate, up
+    return jnp.minimum(gate, form.limit), jnp.clip(up, -form.limit, form.limit)
 
 
 def _exp(x):

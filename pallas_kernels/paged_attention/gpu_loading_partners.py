@@ -1,8 +1,9 @@
 """Two warpgroups that share O's columns, and load what they multiply: nobody else does.
 
 Each piece of a block has one partner who is the last to need it. When it is through with a piece it
-loads, to the same place, that of the next round: of the same unit or of the program's next one. So
-nothing has to be said to anyone, and two warpgroups have all registers.
+loads, to the same place, as memory has room for one round, that of the next round: of the same unit
+or of the program's next one. So nothing has to be said to anyone, and two warpgroups have all
+registers.
 """
 
 from __future__ import annotations

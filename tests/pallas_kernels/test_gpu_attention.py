@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import jax
@@ -400,6 +401,19 @@ def test_splits_of_latents_that_two_warpgroups_share_are_longer():
     assert sizes(256).splits(32768) == sizes(256).spread_over(32768, 132).spread == 128
     assert sizes(512).splits(32768) == sizes(512).spread_over(32768, 132).spread == 16
     assert sizes(512).splits(2048) == 1
+
+
+def test_memory_has_room_for_one_round_of_two_partners():
+    """So what they load next goes where the piece was that they are through with."""
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    for latent, rope in itertools.product((384, 512), (64, 128)):
+        pages = array((9, 64, latent)), array((9, 64, rope))
+        sizes = gpu_sizes.latent_sizes(array((1, 16, latent)), *pages, 1.0)
+        assert sizes.consumers == 2
+        if (latent, rope) != (512, 128):  # which has no room at all, and is refused
+            assert sizes.stages == 2
+        else:
+            assert sizes.stages < gpu_sizes.MIN_STAGES
 
 
 @pytest.mark.parametrize(
