@@ -7,16 +7,15 @@ has not, and it begins when another one ends.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 from rich.console import Console
 
 from lora_moe_jax.bench import serving
+from lora_moe_jax.bench.launches import Launch, traced_call
 from lora_moe_jax.bench.report import Report, this_environment
 from lora_moe_jax.bench.serving import Load
 from lora_moe_jax.bench.step_row import StepRow, table
@@ -26,14 +25,6 @@ from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving.engine import Engine
 
 TAIL = "_mosaic_gpu_kernel"  # of the names of Pallas's kernels
-
-
-class Launch(NamedTuple):
-    """A kernel that ran, in nanoseconds of the device's clock."""
-
-    start: float
-    end: float
-    kernel: str
 
 
 def run_step(
@@ -81,42 +72,16 @@ def traced(engine: Engine, load: Load, output: int) -> tuple[list[Launch], int]:
     begun = set()
     while len(begun) < load.requests:
         begun.add(next(stream).index)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            first = counts["steps"]
-            while next(stream).completion is None:
-                pass
-            steps = counts["steps"] - first
-        stream.close()
-        return launches_in(Path(folder)), steps
+    first = counts["steps"]
 
+    def decode():
+        while next(stream).completion is None:
+            pass
 
-def launches_in(folder: Path) -> list[Launch]:
-    """The kernels of a profiler's trace, in the order in which they began.
-
-    Raises:
-      RequestError: it has none.
-    """
-    found = []
-    for file in folder.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            if "GPU" in plane.name:
-                found += launches_of(plane)
-    if not found:
-        raise RequestError(
-            "the profiler saw no kernel", hint="it needs CUPTI, and no other profiler beside it"
-        )
-    return sorted(found)
-
-
-def launches_of(plane) -> list[Launch]:
-    """Those of a GPU's plane of `jax.profiler.ProfileData`."""
-    return [
-        Launch(event.start_ns, event.start_ns + event.duration_ns, event.name.removesuffix(TAIL))
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
+    launches = traced_call(decode)
+    steps = counts["steps"] - first
+    stream.close()
+    return launches, steps
 
 
 def rows_of(launches: Sequence[Launch], steps: int, step: float, sizes) -> list[StepRow]:
@@ -129,8 +94,9 @@ def rows_of(launches: Sequence[Launch], steps: int, step: float, sizes) -> list[
     added, alone, last = defaultdict(list), defaultdict(list), launches[0].start
     for launch in launches:
         # A kernel that ends before another that began earlier adds nothing.
-        added[launch.kernel].append(max(0.0, launch.end - last) / 1e3)
-        alone[launch.kernel].append((launch.end - launch.start) / 1e3)
+        kernel = launch.kernel.removesuffix(TAIL)
+        added[kernel].append(max(0.0, launch.end - last) / 1e3)
+        alone[kernel].append((launch.end - launch.start) / 1e3)
         last = max(last, launch.end)
     rows = []
     for kernel, times in added.items():

@@ -1,7 +1,8 @@
 """Times of compiled programs: every variant in turn, round after round, and the median.
 
 Taking turns makes the variants share whatever the clocks and the rest of the machine do. On a GPU
-times are those of the kernels, from CUPTI; elsewhere they are wall-clock times, good for ratios.
+times are those of the kernels, by its profiler; elsewhere they are wall-clock times, good for
+ratios.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from lora_moe_jax.bench.launches import calls_of, traced_call, without_overlap
+
 KERNEL_ROUNDS = 9
 WALL_ROUNDS = 25
+PAUSE = 2e-3  # seconds between two calls; kernels of a call follow each other sooner
 PALLAS = "mosaic_gpu"  # in the name of every kernel that Pallas made
 _COMPILERS = ThreadPoolExecutor(thread_name_prefix="compile")
 
@@ -86,25 +90,31 @@ def wait_for(programs: Mapping[str, Program]) -> None:
 
 
 def best_timer() -> Timer:
-    """CUPTI on a GPU, else the wall clock."""
+    """Kernels on a GPU, else the wall clock."""
     return kernel_times if on_gpu() else wall_times
 
 
 def kernel_times(programs: Mapping[str, Program], rounds: int = KERNEL_ROUNDS) -> dict[str, Timing]:
-    """Kernel times from CUPTI; needs an NVIDIA GPU and no other profiler."""
-    from jax.experimental.mosaic.gpu import profiler
+    """Kernel times from the profiler; needs an NVIDIA GPU and nobody else who uses CUPTI.
 
-    samples: dict[str, list[Launches]] = {name: [] for name in programs}
+    Raises:
+      RequestError: it saw no kernel. RuntimeError: some program launched none.
+    """
     wait_for(programs)
-    last = list(programs)[-1]
-    for turn in range(rounds):
-        for name, run in programs.items():
-            # Detached from the process at the end only: attaching again is slow.
-            cupti = profiler.Cupti(finalize=turn == rounds - 1 and name == last)
-            _, launches = cupti.measure(run.compiled, aggregate=False)(*run.arguments)
-            if not launches:
-                raise RuntimeError(f"CUPTI saw no kernel in {name!r}")
-            samples[name].append([(kernel, ms / 1e3) for kernel, ms in launches])
+    for run in programs.values():
+        jax.block_until_ready(run())
+    turns = [name for _ in range(rounds) for name in programs]
+
+    def take_turns():
+        for name in turns:
+            for _ in range(2):  # the second counts: what it finds in the caches is its own
+                time.sleep(PAUSE)
+                jax.block_until_ready(programs[name]())
+
+    seconds = calls_of(traced_call(take_turns), 2 * len(turns), PAUSE)[1::2]
+    samples: dict[str, list[Launches]] = {name: [] for name in programs}
+    for name, launches in zip(turns, seconds, strict=True):
+        samples[name].append(list(without_overlap(launches)))
     return {name: timing_of(calls) for name, calls in samples.items()}
 
 

@@ -44,6 +44,7 @@ from pallas_kernels.hopper.memory import drain, overlaid, two_views
 from pallas_kernels.hopper.store import whole_lines
 from pallas_kernels.paged_attention.gpu_consumer import Consumer
 from pallas_kernels.paged_attention.gpu_join import join_kernel
+from pallas_kernels.paged_attention.gpu_loading_consumer import LoadingConsumer
 from pallas_kernels.paged_attention.gpu_loading_partners import LoadingPartner
 from pallas_kernels.paged_attention.gpu_partners import Partner
 from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, ROWS, Sizes
@@ -139,7 +140,7 @@ def _scratch(s: Sizes, dtype):
             for piece in s.pieces(0)
         ],
     )
-    if s.memory_warpgroup:
+    if s.memory_warpgroup or s.consumers == 1:
         empty = plgpu.Barrier(num_arrivals=s.tiles, num_barriers=s.stages)
         scratch["empty"] = [empty for _ in s.pieces(0)]
     if s.spread and s.consumers == 1:
@@ -196,7 +197,8 @@ def _body(
                 drain(empty, steps, sizes.stages)
 
     for number in range(sizes.warpgroups):
-        consumer = _consumer(sizes, loader)(number, sizes, one_split, q, sinks, results, **scratch)
+        kind = _kind_of_consumer(sizes, loader, number)
+        consumer = kind(number, sizes, one_split, q, sinks, results, **scratch)
 
         @pl.when(warpgroup == number)
         def _compute(consumer=consumer):
@@ -207,8 +209,9 @@ def _body(
                 drain(consumer.stored, mine, 1)
 
 
-def _consumer(sizes: Sizes, loader: Loader):
+def _kind_of_consumer(sizes: Sizes, loader: Loader, number: int):
     """The kind of warpgroup that multiplies."""
     if sizes.consumers == 1:
-        return Consumer
+        loads = not sizes.memory_warpgroup and number == 0
+        return functools.partial(LoadingConsumer, loader) if loads else Consumer
     return Partner if sizes.memory_warpgroup else functools.partial(LoadingPartner, loader)

@@ -147,9 +147,10 @@ class Consumer:
     def heads_of(self, unit: Unit):
         return pl.ds(unit.part * self.sizes.group, self.sizes.group)
 
-    def attend(self, unit: Unit, tile: Unit, positions, round_, state):
+    def attend(self, unit: Unit, tile: Unit, positions, round_, state, beside=lambda: None):
+        """The sums with a round; beside() while the first products are made."""
         sums, step = state
-        scores = self.scores(unit, tile, positions, round_, step)
+        scores = self.scores(unit, tile, positions, round_, step, beside)
         maximum = jnp.maximum(sums.maximum, scores.max(axis=1))
         weights = weights_of(scores, maximum)
         sums = scaled_to(maximum, sums)
@@ -172,7 +173,7 @@ class Consumer:
         """Says that nobody needs a piece of a consumer's block any more."""
         plgpu.barrier_arrive(self.empty[number].at[stage_of(self.sizes, step, owner)])
 
-    def scores(self, unit: Unit, tile: Unit, positions, block, step):
+    def scores(self, unit: Unit, tile: Unit, positions, block, step, beside=lambda: None):
         """Q · Kᵀ of the consumer's block, scaled for powers of two; -inf where a row may not look.
 
         Values of the block that no row of the unit may look at become zeros.
@@ -190,6 +191,7 @@ class Consumer:
                         if line < s.key_lines:
                             keys = self.stages[cache].at[stage, i, :, pl.ds(column, LINE)].T
                             plgpu.wgmma(accumulator, self.q_stage.at[line + zero], keys)
+            beside()
             plgpu.wgmma_wait(0)
             return accumulator[...]
 

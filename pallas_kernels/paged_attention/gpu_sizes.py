@@ -120,10 +120,10 @@ class Sizes:
     def memory_warpgroup(self) -> bool:
         """Whether there is one more, which loads what they multiply.
 
-        Partners need more registers than each of three warpgroups begins with. Where these cannot
-        be given away there are but two, who load as well.
+        Two that multiply need more registers than each of three warpgroups begins with. Where these
+        cannot be given away there are but two, who load as well.
         """
-        return self.consumers == 1 or implementation.REGISTERS_MOVE
+        return self.warpgroups == 1 or implementation.REGISTERS_MOVE
 
     @property
     def round_size(self) -> int:

@@ -14,6 +14,7 @@ from pallas_kernels.paged_attention.gpu_sizes import BLOCK, Sizes
 from pallas_kernels.paged_attention.tiles import RUN_WORDS, TILE_WORDS
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unit:
     """Some tokens in a row and a part of the heads, over some splits of what they see.

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import io
-from types import SimpleNamespace
 
-import jax
 import pytest
 from rich.console import Console
 
 from lora_moe_jax.bench import step
+from lora_moe_jax.bench.launches import Launch
 from lora_moe_jax.bench.report import read_report
-from lora_moe_jax.bench.step import Launch, launches_in, launches_of, rows_of
+from lora_moe_jax.bench.step import rows_of
 from lora_moe_jax.bench.step_row import table
 from lora_moe_jax.cli import main
-from lora_moe_jax.errors import RequestError
 from tests.bench.test_serving import small_config
 
 SIZES = "model", 2, 1, 512, 0, 16
@@ -25,10 +23,11 @@ LAUNCHES = [
     for number in range(3)
     for start, end, kernel in STEP
 ]
+PALLAS = [launch._replace(kernel=f"{launch.kernel}_mosaic_gpu_kernel") for launch in LAUNCHES]
 
 
 def test_what_each_kernel_adds():
-    rows = {row.kernel: row for row in rows_of(LAUNCHES, 3, 10e-6, SIZES)}
+    rows = {row.kernel: row for row in rows_of(PALLAS, 3, 10e-6, SIZES)}  # the suffix goes
     assert list(rows) == ["product", "join", "norm"]
     product, join, norm = rows.values()
     # From the end of the step before, at 0, to 5; the first one has none before it.
@@ -55,27 +54,13 @@ def test_a_table_has_what_is_large_and_the_rest():
     )
 
 
-def test_a_gpu_s_streams_are_read():
-    """Pallas's suffix goes; lines that are no streams say the same again."""
-    event = SimpleNamespace(start_ns=5.0, duration_ns=2.0, name="norm_mosaic_gpu_kernel")
-    lines = [SimpleNamespace(name=name, events=[event]) for name in ("Stream #3", "XLA Ops")]
-    assert launches_of(SimpleNamespace(lines=lines)) == [Launch(5.0, 7.0, "norm")]
-
-
-def test_a_trace_without_kernels(tmp_path):
-    with jax.profiler.trace(str(tmp_path)):
-        jax.block_until_ready(jax.numpy.ones(3) + 1)
-    with pytest.raises(RequestError, match="CUPTI"):
-        launches_in(tmp_path)
-
-
 @pytest.mark.slow
 def test_a_small_model(tmp_path, capsys, monkeypatch):
     """All but the kernels, which nothing sees here."""
     small_config(tmp_path)
     file = tmp_path / "step.json"
     monkeypatch.setattr(step, "on_gpu", lambda: True)
-    monkeypatch.setattr(step, "launches_in", lambda folder: LAUNCHES)
+    monkeypatch.setattr(step, "traced_call", lambda run: (run(), LAUNCHES)[1])
     sizes = "--decode 2 --context 8 --adapters 1 --rank 4 --output 8".split()
     command = ["bench", "step", "--model", str(tmp_path), "--layers", "1", *sizes]
     assert main([*command, "--json", str(file)]) == 0

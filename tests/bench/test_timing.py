@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import jax
 import pytest
-from jax.experimental.mosaic.gpu import profiler
 
 from lora_moe_jax.bench import timing
+from lora_moe_jax.bench.launches import Launch
 from lora_moe_jax.bench.timing import Program, Timing
 
 
@@ -49,39 +49,6 @@ def test_matching():
     assert measured.matching("x", without="shrink") == 2.0
 
 
-class FakeCupti:
-    """Every call launches one kernel, whose milliseconds are the number of calls so far."""
-
-    log: list[tuple[str, bool]] = []
-
-    def __init__(self, finalize):
-        self.finalize = finalize
-
-    def measure(self, compiled, aggregate):
-        assert not aggregate
-
-        def run(*arguments):
-            FakeCupti.log.append((compiled, self.finalize))
-            return None, [(compiled, float(len(FakeCupti.log)))] if compiled != "empty" else None
-
-        return run
-
-
-def test_kernel_times_take_turns(monkeypatch):
-    monkeypatch.setattr(profiler, "Cupti", FakeCupti)
-    monkeypatch.setattr(FakeCupti, "log", [])
-    times = timing.kernel_times({"a": ready("a"), "b": ready("b")}, rounds=3)
-    assert FakeCupti.log == [(name, False) for name in "ababa"] + [("b", True)]
-    assert times["a"].call == pytest.approx(3e-3)  # of 1, 3 and 5 ms
-    assert times["b"].call == pytest.approx(4e-3)
-
-
-def test_no_kernel_is_an_error(monkeypatch):
-    monkeypatch.setattr(profiler, "Cupti", FakeCupti)
-    with pytest.raises(RuntimeError, match="no kernel in 'nothing'"):
-        timing.kernel_times({"nothing": ready("empty")}, rounds=1)
-
-
 class Clock:
     """Time that passes only where a test says so: a busy machine changes nothing."""
 
@@ -90,6 +57,9 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     def pass_until(self, moment: float) -> None:
         self.now = max(self.now, moment)
@@ -100,6 +70,60 @@ def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(timing, "time", clock)
     return clock
+
+
+class Gpu:
+    """What a profiler sees of programs whose kernels take turns on a device that is never busy."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+        self.launches: list[Launch] = []
+
+    def program(self, name: str, *kernels: tuple[str, float, float]) -> Program:
+        """Its kernels: how long after the call's begin each begins and ends, in ms."""
+
+        def run():
+            now = self.clock.now
+            for kernel, *times in kernels:
+                begin, end = (1e9 * now + 1e6 * time for time in times)
+                self.launches.append(Launch(begin, end, f"{name}_{kernel}"))
+                self.clock.pass_until(1e-9 * end)
+
+        return ready(run)
+
+    def traced_call(self, run) -> list[Launch]:
+        self.launches.clear()  # the first calls are not traced
+        run()
+        return self.launches
+
+
+@pytest.fixture
+def gpu(clock, monkeypatch) -> Gpu:
+    gpu = Gpu(clock)
+    monkeypatch.setattr(timing, "traced_call", gpu.traced_call)
+    return gpu
+
+
+def test_kernel_times_take_turns(gpu):
+    """And kernels that wait for each other count once."""
+    programs = {
+        "a": gpu.program("a", ("shrink", 0, 3), ("product", 1, 8), ("copy", 9, 10)),
+        "b": gpu.program("b", ("product", 0, 5)),
+    }
+    times = timing.kernel_times(programs, rounds=3)
+    assert times["a"].call == pytest.approx(9e-3)
+    expected = {"a_shrink": 3e-3, "a_product": 5e-3, "a_copy": 1e-3}
+    assert times["a"].kernels == pytest.approx(expected)
+    assert times["b"].kernels == pytest.approx({"b_product": 5e-3})
+    calls = [name for name, _ in itertools.groupby(its.kernel[0] for its in gpu.launches)]
+    assert calls == list("ababab")
+    assert len(gpu.launches) == 3 * 2 * (3 + 1)
+
+
+def test_a_program_without_kernels_is_an_error(gpu):
+    programs = {"a": gpu.program("a", ("x", 0, 3), ("y", 3, 4)), "nothing": ready(lambda: None)}
+    with pytest.raises(RuntimeError, match="not all of 8 calls had kernels, of which 8 ran"):
+        timing.kernel_times(programs, rounds=2)
 
 
 @pytest.mark.parametrize(

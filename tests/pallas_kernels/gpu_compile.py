@@ -31,6 +31,8 @@ CLASSES = (6, 16), (2, 64)  # slots and rank of each
 FEW = 64  # tokens
 # Of these each comes twice: consumers load as well where they cannot have the others' registers.
 LOADED_BY_CONSUMERS = (
+    "attention",
+    "attention with sinks",
     "latent attention",
     "latent attention of few",
     "attention gradients of queries",

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 69
+CALLS = 71
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes

@@ -33,8 +33,8 @@ class Case:
     """Heads of the queries and of the cache (0: latents), widths of keys and values.
 
     `split` replaces the kernel's own size; `spread` says whether several programs share a sequence,
-    `tiles` how many tiles of a unit share its blocks. `sinks`: heads have them. `loading`: partners
-    load as well, as they do where registers do not move.
+    `tiles` how many tiles of a unit share its blocks. `sinks`: heads have them. `loading`: who
+    multiplies loads as well, as where registers do not move.
     """
 
     heads: int
@@ -296,6 +296,23 @@ def test_bits_do_not_depend_on_tiles_that_share_blocks(name):
     tokens = [(0, 149), *[(1, position) for position in range(57, 69)], (-1, 0)]
     together = check(dataclasses.replace(case, tiles=2), tokens)
     assert np.array_equal(together.view(np.uint16), case.run(tokens, seed=1).view(np.uint16))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("one split", "a window", "sinks")),
+        "splits",
+    ],
+)
+def test_bits_do_not_depend_on_who_loads_for_two_tiles(name):
+    """With padding before, between and behind a program's units, and more blocks than stages."""
+    case = dataclasses.replace(TILE_CASES[name], tiles=2)
+    chunk = [(1, position) for position in range(59, 66)]
+    single = [(0, position) for position in (148, 146, 144, 142)]
+    tokens = [*[(-1, 0)] * 9, (0, 149), *[(-1, 0)] * 10, *chunk, *single, (-1, 0)]
+    loaded = check(dataclasses.replace(case, loading=True), tokens)
+    assert np.array_equal(loaded.view(np.uint16), case.run(tokens).view(np.uint16))
 
 
 @settings(max_examples=50, deadline=None)
