@@ -25,12 +25,12 @@ MOST_BEHIND = 2  # steps that the other may be behind
 
 
 class Ahead(NamedTuple):
-    """The next block to be loaded: a round of the program's unit of this number, and its rows."""
+    """The next block to be loaded: a round of the program's unit of this number, and its places."""
 
     number: jax.Array
     unit: Unit
     round_: jax.Array
-    rows: tuple
+    places: tuple
 
 
 class LoadingConsumer(Consumer):
@@ -73,10 +73,10 @@ class LoadingConsumer(Consumer):
 
             head = floor(ahead.unit.part, self.sizes.units_of_head)
             for number in range(len(self.full)):
-                self.loader.load_piece(ahead.rows, head, 0, number, stage)
+                self.loader.load_piece(ahead.places, head, 0, number, stage)
 
     def after(self, ahead: Ahead) -> Ahead:
-        """What comes after it. Its rows are read now, and needed a step later."""
+        """What comes after it. Where it is, is read now, and needed a step later."""
         number, unit, round_, _ = ahead
         return lax.cond(
             round_ + 1 < unit.end_round,
@@ -95,4 +95,4 @@ class LoadingConsumer(Consumer):
         return self.block(number, unit, unit.first_round)
 
     def block(self, number, unit: Unit, round_) -> Ahead:
-        return Ahead(number, unit, round_, self.loader.rows_of_round(unit, round_))
+        return Ahead(number, unit, round_, self.loader.places_of_round(unit, round_))

@@ -53,29 +53,29 @@ class LoadingPartner(Partner):
 
     def load_first(self, unit: Unit, step):
         """Loads its pieces of a unit's first round, where the unit before had none to load it."""
-        rows = self.loader.rows_of_round(unit, unit.first_round)
+        places = self.loader.places_of_round(unit, unit.first_round)
         for owner, pieces in zip((self.part, self.other), self.pieces_added(), strict=True):
             for number in pieces:
-                self.load(rows, owner, number, step)
+                self.load(places, owner, number, step)
 
-    def load(self, rows, owner, number, step):
+    def load(self, places, owner, number, step):
         stage = stage_of(self.sizes, step, owner)
-        self.loader.load_piece(rows, HEAD, owner, number, stage)
+        self.loader.load_piece(places, HEAD, owner, number, stage)
 
     def givers(self, unit: FollowedUnit, round_, step):
         # Read now, needed when this round's products are done.
-        comes, rows = lax.cond(
+        comes, places = lax.cond(
             round_ + 1 < unit.end_round,
-            lambda: (jnp.bool(True), self.loader.rows_of_round(unit, round_ + 1)),
+            lambda: (jnp.bool(True), self.loader.places_of_round(unit, round_ + 1)),
             lambda: self.first_of(unit.following()),
         )
 
         def give_back(owner, number):
             plgpu.commit_smem()  # no warp reads any more what was there
-            pl.when(comes)(lambda: self.load(rows, owner, number, step))
+            pl.when(comes)(lambda: self.load(places, owner, number, step))
 
         return give_back
 
     def first_of(self, unit: Unit):
-        """Whether a unit has a round, and the first one's rows."""
-        return unit.has_rounds, self.loader.rows_of_round(unit, unit.first_round)
+        """Whether a unit has a round, and where the first one's blocks are."""
+        return unit.has_rounds, self.loader.places_of_round(unit, unit.first_round)

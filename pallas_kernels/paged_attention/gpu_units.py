@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +92,16 @@ def stage_of(sizes: Sizes, step, owner: int = 0):
     return lax.rem(step + owner, jnp.int32(sizes.stages))
 
 
+class Place(NamedTuple):
+    """A row of a page of the cache.
+
+    Not yet one number: who computes with an entry of a page table waits until it has come.
+    """
+
+    page: jax.Array
+    row: jax.Array
+
+
 class Loader:
     """Fills stages."""
 
@@ -105,9 +116,9 @@ class Loader:
         head = floor(unit.part, s.units_of_head)
 
         def load_round(round_, state):
-            rows, step = state
+            places, step = state
             # Read now, needed for the next round.
-            following = self.rows_of_round(unit, round_ + 1)
+            following = self.places_of_round(unit, round_ + 1)
             for owner in range(s.consumers):
                 stage = stage_of(s, step, owner)
                 for number in range(len(self.full)):
@@ -116,32 +127,33 @@ class Loader:
                     def _wait(empty=empty[number].at[stage]):
                         plgpu.barrier_wait(empty)
 
-                    self.load_piece(rows, head, owner, number, stage)
+                    self.load_piece(places, head, owner, number, stage)
             return following, step + s.consumers
 
-        start = self.rows_of_round(unit, unit.first_round), step
+        start = self.places_of_round(unit, unit.first_round), step
         return lax.fori_loop(unit.first_round, unit.end_round, load_round, start)[1]
 
-    def rows_of_round(self, unit: Unit, round_):
-        """Of each consumer's block, the row of the cache where each copy begins."""
+    def places_of_round(self, unit: Unit, round_):
+        """Of each consumer's block, where in the cache each copy begins."""
         first = round_ * self.sizes.consumers
-        return tuple(self._rows_of(unit, first + i) for i in range(self.sizes.consumers))
+        return tuple(self._places_of(unit, first + i) for i in range(self.sizes.consumers))
 
-    def _rows_of(self, unit: Unit, block):
-        """Past the last position, where a table's entries mean nothing, rows of the last page."""
+    def _places_of(self, unit: Unit, block):
+        """Past the last position, where a table's entries mean nothing, places in the last page."""
         s, request = self.sizes, jnp.maximum(unit.request, 0)
         last = floor(unit.last, s.page)
 
-        def row_of(start):
+        def place_of(start):
             page = self.page_tables[request, jnp.minimum(floor(start, s.page), last)]
-            return page * s.page + lax.rem(start, jnp.int32(s.page))
+            return Place(page, lax.rem(start, jnp.int32(s.page)))
 
-        return tuple(row_of(block * BLOCK + copy * s.copy) for copy in range(BLOCK // s.copy))
+        return tuple(place_of(block * BLOCK + copy * s.copy) for copy in range(BLOCK // s.copy))
 
-    def load_piece(self, rows, head, owner, number, stage):
-        """The piece of this number of a consumer's block; `rows` are those of the round."""
+    def load_piece(self, places, head, owner, number, stage):
+        """The piece of this number of a consumer's block; `places` are those of the round."""
         s = self.sizes
-        for copy, row in enumerate(rows[owner]):
+        for copy, place in enumerate(places[owner]):
+            row = place.page * s.page + place.row
             of_cache = pl.ds(pl.multiple_of(row, s.copy), s.copy), head
             of_stage = pl.ds(copy * s.copy, s.copy)
             for cache, i in s.pieces(owner)[number]:
