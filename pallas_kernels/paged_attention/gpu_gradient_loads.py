@@ -2,8 +2,8 @@
 
 A warpgroup that does no more, which gives its registers to the consumers. Where registers do not
 move, these have as many as they need only if there are but two of them. Then the first consumer
-loads as well: in each step, when the step's first products have begun, what takes the place of the
-step before. By then the other consumer, too, is through with that, or nearly so.
+loads as well: in each step, while products of it run, what takes the place of the step before. By
+then the other consumer, too, is through with that, or nearly so.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class _Kernel:
         return end
 
     def add(self, dk, dv, warpgroup, query, key, step, beside):
-        """Adds a step's block; beside() while its first products run."""
+        """Adds a step's block; beside() while its last products run."""
         stage = lax.rem(step, jnp.int32(self.stages))
         queries, dout = self.q_stages.at[stage], self.dout_stages.at[stage]
         to_base_2 = self.sizes.scale * math.log2(math.e)
@@ -218,7 +218,6 @@ class _Kernel:
             plgpu.wgmma(scores, self.k_tile.at[warpgroup], queries.T)
             if together:
                 multiply_values(dweights)
-            result = beside()
             found = finished(scores, minus_lse, interpreted, pending=int(together))
             weights = self.masked(query, key, jnp.exp2(found * to_base_2)).astype(queries.dtype)
             plgpu.wgmma(dv, left_side(weights, self.left, warpgroup, 0), dout)
@@ -230,6 +229,7 @@ class _Kernel:
             # The rounded weights: there is no room for both.
             dscores = (weights.astype(jnp.float32) * dfound).astype(queries.dtype)
             plgpu.wgmma(dk, left_side(dscores, self.left, warpgroup, 1), queries)
+            result = beside()
             plgpu.wgmma_wait(0)
             return result
 

@@ -10,13 +10,14 @@ from pallas_kernels import implementation
 from pallas_kernels.hopper.machine import SHARED_MEMORY
 
 ROWS = 64  # (token, head) pairs of a tile
-MANY_TOKENS = 512  # of a step, from which two tiles share the blocks that are loaded
+MANY_TOKENS = 512  # of a step: tiles share the blocks that are loaded, or find them in the L2
 MOST_LINES_BESIDE = 2  # of values, where two warpgroups have sums of all of them
 BLOCK = 64  # positions of a step: part of the contract, as it decides the order of sums
 LINE = 64  # columns of a copy: 128 bytes, the widest swizzle
 LINE_BYTES = 128 * BLOCK
 LINES_OF_CONSUMER = 4  # of values: more do not fit into a warpgroup's registers
-LINES_OF_PIECE = 2
+LINES_OF_PIECE = 2  # that are loaded and multiplied together, where two consumers share values
+LINES_OF_LARGE_PIECE = 4
 MIN_STAGES, MOST_STAGES = 2, 6
 # Positions after which sums begin anew, to be joined: part of the contract, too. A join costs a
 # program 0.1 µs, where a block of 64 takes 0.8 µs. Two consumers' registers have no room for the
@@ -187,11 +188,20 @@ class Sizes:
         return self.value_lines * LINE // self.consumers
 
     @property
+    def lines_of_piece(self) -> int:
+        """Of values. Large pieces are fewer instructions; small ones are loaded earlier.
+
+        Blocks of a prompt are in the L2, as other tiles read them too, and come soon.
+        """
+        large = self.spread or self.tokens >= MANY_TOKENS
+        return LINES_OF_LARGE_PIECE if large else LINES_OF_PIECE
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Columns of each cache that a copy brings, and a product of values has."""
         widths = [lines * LINE for lines in self.lines]
         if self.consumers > 1:
-            widths[self.value_cache] = math.gcd(self.own_columns, LINES_OF_PIECE * LINE)
+            widths[self.value_cache] = math.gcd(self.own_columns, self.lines_of_piece * LINE)
         return tuple(widths)
 
     @property

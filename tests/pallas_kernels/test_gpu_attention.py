@@ -275,6 +275,17 @@ def test_bits_do_not_depend_on_who_loads():
         assert np.array_equal(loaded.view(np.uint16), its.run(tokens).view(np.uint16))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("loading", [False, True])
+def test_bits_do_not_depend_on_pieces(loading):
+    case = dataclasses.replace(LARGE_CASES["latents of DeepSeek-V3"], heads=64, loading=loading)
+    tokens = [*BATCH[::3], (0, 148)]
+    small = case.run(tokens)
+    with mock.patch.object(gpu_sizes, "MANY_TOKENS", 1):
+        large = check(dataclasses.replace(case), tokens)
+    assert np.array_equal(large.view(np.uint16), small.view(np.uint16))
+
+
 # Units of which one tile has no tokens, or some; a block that one tile of a unit sees.
 TILE_CASES = {
     "one split": Case(32, 1, 64, 64),
