@@ -192,7 +192,7 @@ def _body(
     layer_refs, refs = refs[:count], refs[count:]
     words = None
     if layout.equal:
-        count = equal_tiles(layout.rows, layout.groups, s.heights[-1], s.together)
+        count = equal_tiles(layout.rows, layout.groups, s.rows_of_tile, s.together)
     elif layout.single_rows:
         words, *refs = refs
         count = layout.rows

@@ -36,6 +36,7 @@ TALL = 112  # rows from which runs may be added in place
 DEPTH = 4  # blocks of 64 columns in one stage of a product of few tiles
 ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
 NARROWEST = 16  # features of a tile
+LOWEST_TILE = 8  # rows
 MOST_OF_GROUP = 12  # rows on average, of experts in one kernel
 BYTES_BESIDE = 2 * BLOCK_OF_ROWS * 128  # of shared memory, that such a shrink has beside stages
 ENOUGH_BESIDE = 32  # programs without tiles of a product, for its shrink
@@ -57,6 +58,7 @@ class ProductSchedule:
         group read W at the same time.
       width: features of each block; with fewer than 64 there is one block (of each part), the rest
         of which is multiplied for nothing, or for u.
+      alone: whether each row is a tile, though their groups are equal.
     """
 
     blocks: int
@@ -68,6 +70,12 @@ class ProductSchedule:
     programs: int
     together: int
     width: int = 64
+    alone: bool = False
+
+    @property
+    def rows_of_tile(self) -> int:
+        """The most rows of a tile of equal groups."""
+        return 1 if self.alone else self.heights[-1]
 
     @property
     def features(self) -> int:
@@ -86,6 +94,7 @@ def product_schedule(
     equal: bool = False,
     beside: int = 0,
     biased: bool = False,
+    alone: bool = False,
 ) -> ProductSchedule:
     """For `rows` rows over `groups` groups, `width` features in each of `parts` parts.
 
@@ -95,10 +104,11 @@ def product_schedule(
       equal: whether groups have equally many rows: tiles of one group are of any height then.
       beside: bytes of shared memory that a shrink has in the same program.
       biased: whether the sums have a bias.
+      alone: see `ProductSchedule`.
     """
     mean = rows / groups
-    heights = _heights(rows, groups)
-    most_tiles = _most_tiles(rows, groups)
+    heights = (LOWEST_TILE,) if alone else _heights(rows, groups)
+    most_tiles = rows if alone else _most_tiles(rows, groups)
 
     def leaves_idle(features):
         return most_tiles * -(-width // features) <= PROGRAMS // 2
@@ -154,7 +164,17 @@ def product_schedule(
         min(PROGRAMS, most_tiles * slices),
         tiles_together(rows / groups, heights[-1]),
         narrow,
+        alone,
     )
+
+
+def is_read_again(rows: int, width: int) -> bool:
+    """Whether each row of a dense layer should be a tile, whose program makes u of it.
+
+    W of so few features costs less again than waiting for those who make u for all: so it is for
+    routers. All tiles should begin at once.
+    """
+    return rows <= LOWEST_TILE and rows * -(-width // NARROWEST) <= PROGRAMS // 2
 
 
 def experts_schedules(

@@ -93,7 +93,7 @@ class TileFeed:
 
     def equal_tile(self, tile):
         layout = self.layout
-        return equal_tile(layout.rows, layout.groups, self.schedule.heights[-1], tile)
+        return equal_tile(layout.rows, layout.groups, self.schedule.rows_of_tile, tile)
 
     def tile_of(self, i, number, words, slice_of, place) -> Tile:
         layout = self.layout

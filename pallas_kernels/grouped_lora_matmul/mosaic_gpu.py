@@ -23,6 +23,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     ProductSchedule,
     experts_schedules,
     experts_schedules_of_tiles,
+    is_read_again,
     product_schedule,
     shrink_beside,
 )
@@ -294,10 +295,12 @@ def _terms(x, tables, u, factors, starts, firsts, gate, schedule, groups: int | 
     if not isinstance(u[0], Unmade):
         return Terms(tuple(u), factors), schedule
     widths = tuple(factor.shape[3] for factor in factors)
-    rows_are_tiles = tables.rows_alone or x.shape[0] in (1, groups)
+    rows, width = x.shape[0], max(map(sum, zip(starts, widths, strict=True)))
+    again = groups == 1 < rows and is_read_again(rows, width)
+    rows_are_tiles = tables.rows_alone or rows in (1, groups) or again
     if rows_are_tiles and len(set(firsts)) == 1:
         inner = Inner(u, starts, widths, gate is not None)
-        its_schedule = functools.partial(schedule, made_ranks=inner.used)
+        its_schedule = functools.partial(schedule, made_ranks=inner.used, alone=again)
         if inner.fits(its_schedule().features):
             return Terms((), factors, tuple(u)), its_schedule
     a, scalings = zip(*u, strict=True)

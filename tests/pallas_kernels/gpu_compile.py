@@ -260,6 +260,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "layered dense of one token", *layered_dense(1, (4096, 512, 512))
     yield "layered narrow of few tokens", *layered_dense(min(tokens, FEW), (2048,))
     yield "narrow float32 of few", *dense(32, (128,), out_dtype=jnp.dtype(jnp.float32))
+    yield "narrow float32 of rows alone", *dense(4, (128,), out_dtype=jnp.dtype(jnp.float32))
 
     yield "spread", spread_rows, (array(tokens, hidden), number(tokens, shape.top_k))
 

@@ -201,7 +201,7 @@ class ProductCase(ProductSizes):
 @dataclasses.dataclass(frozen=True)
 class InnerCase(ProductCase):
     """A product that makes u itself, of rows that are a tile each, in any order of groups, or of
-    equal groups."""
+    equal groups (of one row each, or one of all)."""
 
     detect_races: bool = True
     begins_early: bool = False
@@ -214,7 +214,7 @@ class InnerCase(ProductCase):
         ranks = tuple(term.rank for term in self.terms)
         used = rank_tile(max(ranks)) * (len(ranks) if self.gate is not None else 1)
         sizes = self.rows, self.groups, width, parts
-        of_case = dict(equal=self.equal, biased=self.biased)
+        of_case = dict(equal=self.equal, biased=self.biased, alone=self.groups == 1 < self.rows)
         schedule = product_schedule(*sizes, made_ranks=used, **of_case)
         cut = dict(programs=PROGRAMS, stages=min(schedule.stages, 3)) | dict(self.cut)
         schedule = dataclasses.replace(schedule, **cut)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 71
+CALLS = 72
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
@@ -109,7 +109,7 @@ def test_decode():
             "gate_up gated of classes,shrink of classes,"
             "routed experts of one token,normed qkv of one token,normed router of one token,"
             "experts of few tokens,"
-            "dense of few tokens,narrow of few tokens,"
+            "dense of few tokens,narrow of few tokens,narrow float32 of rows alone,"
             "layered dense of one token,layered narrow of few tokens,"
             "rotation,rotation without norms,"
             "attention of groups of three,attention of few,attention of few with sinks,"

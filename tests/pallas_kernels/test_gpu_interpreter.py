@@ -206,6 +206,9 @@ INNER = {
         layered=True,
     ),
     "heads": InnerCase(3, 128, 128, (Term(0, 128, 24),), groups=3, layered=True, equal=True),
+    "a router's rows": InnerCase(
+        3, 320, 64, (Term(0, 64, 24),), groups=1, out_dtype="float32", layered=True, equal=True
+    ),
 }
 SLOW_INNER = {
     "gated": InnerCase(
@@ -237,7 +240,7 @@ OTHERS_BESIDE = "parts", "a layer of several", "gated", "heads"
 
 
 def check_inner(case: InnerCase, data, seed=0):
-    groups = range(case.rows)  # equal ones have a row each
+    groups = [row * case.groups // case.rows for row in range(case.rows)]
     if not case.equal:
         number = st.integers(0, case.groups)
         groups = data.draw(st.lists(number, min_size=case.rows, max_size=case.rows))

@@ -317,6 +317,21 @@ def test_products_that_cannot_make_u():
     assert not fits((0, 512), (512, 512), (40, 16), True)
 
 
+@pytest.mark.parametrize("width, most", [(32, 8), (64, 8), (128, 8), (256, 4), (2048, 0)])
+def test_a_router_makes_u_for_each_of_few_rows(width, most):
+    """One tile for each program, all of them at once; of more rows one tile has them all."""
+    assert [rows for rows in range(1, 200) if gs.is_read_again(rows, width)] == [
+        *range(1, most + 1)
+    ]
+    for rows in range(2, most + 1):
+        alone = gs.product_schedule(rows, 1, width, 1, 4, made_ranks=16, equal=True, alone=True)
+        assert (alone.rows_of_tile, alone.heights) == (1, (8,))
+        assert alone.programs == rows * width // alone.features <= gs.PROGRAMS // 2
+        assert alone.features + 16 <= 64 and alone.stages >= 3
+        together = gs.product_schedule(rows, 1, width, 1, 4, equal=True)
+        assert together.rows_of_tile == together.heights[-1] >= rows
+
+
 @pytest.mark.parametrize("rows", [2, 8, 32, 64, 96])
 @pytest.mark.parametrize(
     "k, width, ranks", [(2048, 5120, (16, 16, 16)), (4096, 2048, (16,)), (2048, 128, (16,))]

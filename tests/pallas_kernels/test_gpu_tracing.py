@@ -86,26 +86,30 @@ def test_kernels_that_make_u(tokens, rank, shrinks):
 
 
 @pytest.mark.parametrize(
-    "rows, groups, classes, makes_u",
+    "rows, groups, classes, width, makes_u",
     [
-        (1, 1, 1, True),
-        (1, 1, 2, False),
-        (3, 3, 1, True),
-        (3, 3, 2, False),
-        (3, 1, 1, False),
+        (1, 1, 1, 2048, True),
+        (1, 1, 2, 64, False),
+        (3, 3, 1, 2048, True),
+        (3, 3, 2, 64, False),
+        (3, 1, 1, 2048, False),
+        (3, 1, 1, 64, True),
+        (3, 1, 2, 64, False),
+        (9, 1, 1, 64, False),
     ],
 )
-def test_products_of_equal_groups_that_make_u(rows, groups, classes, makes_u):
-    """A row of a group of its own, of slots of one rank: it would find no class of a slot."""
+def test_products_of_equal_groups_that_make_u(rows, groups, classes, width, makes_u):
+    """A row of a group of its own, or a router's, of slots of one rank: it would find no class of a
+    slot."""
 
     def array(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     def pair(rank):
         scaling = array(2, 1, dtype=jnp.float32)
-        return Lora(array(2, groups, rank, 128), array(2, groups, rank, 64), scaling)
+        return Lora(array(2, groups, rank, 128), array(2, groups, rank, width), scaling)
 
-    x, w, slots = array(rows, 128), array(groups, 64, 128), array(rows, dtype=jnp.int32)
+    x, w, slots = array(rows, 128), array(groups, width, 128), array(rows, dtype=jnp.int32)
     lora = tuple(pair(rank) for rank in (8, 16)[:classes])
     function = functools.partial(grouped_lora_matmul, implementation="mosaic_gpu")
     kernels = str(jax.make_jaxpr(function)(x, w, None, slots, (lora,)))
