@@ -86,13 +86,16 @@ class LoadingConsumer(Consumer):
 
     def first_from(self, number) -> Ahead:
         """The first block of this unit, or of one after it: padding has none."""
+
+        def its(number):
+            return self.unit(jnp.minimum(number, jnp.maximum(self.units - 1, 0)))
+
         number = lax.while_loop(
-            lambda number: (number < self.units) & ~self.unit(number).has_rounds,
+            lambda number: (number < self.units) & ~its(number).has_rounds,
             lambda number: number + 1,
             number,
         )
-        unit = self.unit(jnp.minimum(number, jnp.maximum(self.units - 1, 0)))
-        return self.block(number, unit, unit.first_round)
+        return self.block(number, its(number), its(number).first_round)
 
     def block(self, number, unit: Unit, round_) -> Ahead:
         return Ahead(number, unit, round_, self.loader.places_of_round(unit, round_))

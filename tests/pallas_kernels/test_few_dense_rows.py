@@ -12,9 +12,11 @@ import pytest
 
 from pallas_kernels import Lora, grouped_lora_matmul
 
-SLOTS = np.array([2, -1, 0, 1, 1, 0, 2, -1])
+SLOTS = np.array([2, -1, 0, 1, 1, 0, 2, 2, 1, 0, -1])
 K, RANK = 320, 5
 LAYERS = {"wide": (1024, 512), "narrow": (64,)}
+FEWEST = 8  # rows, each of which is a tile of the narrow layer
+KERNELS_OF_FEWEST = {"wide": "_beside_k", "narrow": "_shrink_k"}
 every_layer = pytest.mark.parametrize("layer", LAYERS)
 
 
@@ -70,16 +72,17 @@ def test_equals_the_definition(implementation, layer):
     if implementation == "mosaic_gpu":
         from pallas_kernels.hopper.kept_kernel import nothing_kept  # JAX 0.11
 
-        with nothing_kept():
-            traced = function.__wrapped__(implementation, layer).trace(
-                x, w, SLOTS.astype(np.int32), lora
-            )
-        text = str(traced.jaxpr)
-        assert "lora_shrink" not in text
-        assert {"wide": "_beside_k", "narrow": "_shrink_k"}[layer] in text
-    found = run(implementation, layer, slice(None), lora).view(jnp.bfloat16).astype(np.float64)
+        for rows, kernel in ((len(SLOTS), "_beside_k"), (FEWEST, KERNELS_OF_FEWEST[layer])):
+            operands = x[:rows], w, SLOTS[:rows].astype(np.int32), lora
+            with nothing_kept():
+                traced = function.__wrapped__(implementation, layer).trace(*operands)
+            text = str(traced.jaxpr)
+            assert kernel in text and "lora_shrink" not in text
     expected = definition(layer)
-    assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
+    for rows in (len(SLOTS), FEWEST):
+        found = run(implementation, layer, slice(rows), lora).view(jnp.bfloat16)
+        error = np.abs(found.astype(np.float64) - expected[:rows]).max()
+        assert error <= 2**-7 * np.abs(expected).max()
 
 
 @every_layer
@@ -88,8 +91,8 @@ def test_bits_of_rows_alone_and_in_another_order(implementation, layer):
     together = run(implementation, layer, slice(None), lora)
     order = np.random.default_rng(1).permutation(len(SLOTS))
     assert np.array_equal(run(implementation, layer, order, lora), together[order])
-    for row in (0, 1, 3):
-        assert np.array_equal(run(implementation, layer, [row], lora), together[[row]])
+    for rows in ([0], [1], [3], [*range(FEWEST)]):
+        assert np.array_equal(run(implementation, layer, rows, lora), together[rows])
 
 
 @every_layer
@@ -102,8 +105,9 @@ def test_a_poisoned_slot_stays_alone(implementation, layer, field):
         array[1] = np.nan
         return pair._replace(**{field: array})
 
-    together = run(implementation, layer, slice(None), lora)
-    found = run(implementation, layer, slice(None), tuple(map(poisoned, lora)))
-    others = SLOTS != 1
-    assert np.array_equal(found[others], together[others])
-    assert np.isnan(found[~others].view(jnp.bfloat16).astype(np.float32)).any()
+    for rows in (slice(None), slice(FEWEST)):
+        together = run(implementation, layer, rows, lora)
+        found = run(implementation, layer, rows, tuple(map(poisoned, lora)))
+        others = SLOTS[rows] != 1
+        assert np.array_equal(found[others], together[others])
+        assert np.isnan(found[~others].view(jnp.bfloat16).astype(np.float32)).any()

@@ -420,7 +420,7 @@ def test_random_operations(world, examples):
         lambda: Machine(world),
         settings=settings(
             max_examples=examples,
-            stateful_step_count=40,
+            stateful_step_count=60,  # a third of which find nothing to do
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
         ),
