@@ -258,8 +258,9 @@ class Engine:
         with the version that they began with, or go on with the new one: see `update_policy`.
 
         Raises:
-          AdapterError: it cannot be served exactly, one of this name is in training, or there is no
-            room on disk. Nothing has changed then.
+          AdapterError: it cannot be served exactly, one of this name is in training, there is no
+            room on disk, or its rank is too large for the slot of the version before, whose pin or
+            whose requests that go on need another, and none can be had. Nothing has changed then.
         """
         self._check_new_version(name)
         return self._add_adapter(name, self._host_copy(source))
