@@ -87,7 +87,6 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
     *sinks, y = refs
     s, columns = sizes, y.shape[-1]
     token, head = lax.axis_index("token"), lax.axis_index("head")
-    wait_for_kernels_before(sizes.tokens, small=True)
     part, member = lax.div(head, jnp.int32(s.group)), lax.rem(head, jnp.int32(s.group))
     first, position = first_of_tile[token], positions[token]
     inside = (token - first) * s.group + member
@@ -102,6 +101,8 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
         )
         begin, end = begin - of_tile, end - of_tile
     end = jnp.where(request[token] >= 0, end, begin)
+    # Where the token is, the kernel before does not write.
+    wait_for_kernels_before(sizes.tokens, small=True)
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // THREADS)
 
     def vector(number):

@@ -21,7 +21,8 @@ LINES_OF_LARGE_PIECE = 4
 MIN_STAGES, MOST_STAGES = 2, 6
 # Positions after which sums begin anew, to be joined: part of the contract, too. A join costs a
 # program 0.1 µs, where a block of 64 takes 0.8 µs. Two consumers' registers have no room for the
-# sums of the splits before, which are in memory: so their splits are longer.
+# sums of the splits before, which are in memory, where a join takes them 8 µs: so their splits are
+# longer, and longer still where a token's heads are several units, and programs as many.
 SPLIT = 256
 SHARED_SPLIT = 2048
 WORTH = 4  # rounds, one after another, that take as long as a kernel that joins
@@ -157,7 +158,8 @@ class Sizes:
         return spread if faster else self
 
     def with_its_split(self) -> Sizes:
-        return dataclasses.replace(self, split=SPLIT if self.consumers == 1 else SHARED_SPLIT)
+        shared = SHARED_SPLIT * self.units_of_head
+        return dataclasses.replace(self, split=SPLIT if self.consumers == 1 else shared)
 
     def with_two_tiles(self) -> Sizes:
         """The same with two tiles a unit, if that is faster and fits; bits are the same."""

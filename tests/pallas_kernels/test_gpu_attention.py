@@ -421,14 +421,18 @@ def test_tiles_share_blocks_where_there_are_many_tokens():
 
 
 def test_splits_of_latents_that_two_warpgroups_share_are_longer():
-    def sizes(width):
+    def sizes(width, heads=16):
         array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
         pages = array((9, 64, width)), array((9, 64, 64))
-        return gpu_sizes.latent_sizes(array((1, 16, width)), *pages, 1.0)
+        return gpu_sizes.latent_sizes(array((1, heads, width)), *pages, 1.0)
 
     assert sizes(256).splits(32768) == sizes(256).spread_over(32768, 132).spread == 128
     assert sizes(512).splits(32768) == sizes(512).spread_over(32768, 132).spread == 16
     assert sizes(512).splits(2048) == 1
+    # Two units for each token: as many programs share a sequence.
+    both = sizes(512, heads=128)
+    assert both.splits(32768) * both.parts == sizes(512).splits(32768)
+    assert both.splits(4096) == 1
 
 
 def test_memory_has_room_for_one_round_of_two_partners():
