@@ -149,11 +149,17 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
         (lax.div(its, jnp.int32(s.group)), lax.rem(its, jnp.int32(s.group))) for its in numbers
     ]
     times = lax.div(end - begin + (ahead - 1), jnp.int32(ahead))
+    known = []
+    if found is not None:
+        # On their way with the sums, whether they are needed or not.
+        places = [
+            (token, number) if s.boxes else (part, token * s.group + member)
+            for number, (part, member) in zip(numbers, heads, strict=True)
+        ]
+        known = [plgpu.load(found.at[place], layout=layout) for place in places]
     states = lax.fori_loop(0, times, join, [start(head) for head in heads])
-    for number, (part, member), (all_sums, _, total) in zip(numbers, heads, states, strict=True):
+    for i, (all_sums, _, total) in enumerate(states):
         result = mean(all_sums, inverse_of(total)).astype(y.dtype)
-        if found is not None:
-            place = (token, number) if s.boxes else (part, token * s.group + member)
-            known = plgpu.load(found.at[place], layout=layout)
-            result = jnp.where(total < 0, known, result)
-        y.at[token, number][...] = result
+        if known:
+            result = jnp.where(total < 0, known[i], result)
+        y.at[token, numbers[i]][...] = result
