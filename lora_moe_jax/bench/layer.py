@@ -22,7 +22,7 @@ from lora_moe_jax.bench import arrays, roofline
 from lora_moe_jax.bench.kernel_cases import LAYER_SHAPES, LAYER_TOKENS
 from lora_moe_jax.bench.peers import PEERS
 from lora_moe_jax.bench.section import Job, microseconds, ratio_cell, us_cell, verdict_cell
-from lora_moe_jax.bench.timing import Program, Timer, elapsed_times, on_gpu, program
+from lora_moe_jax.bench.timing import ProgramInPlace, Timer, elapsed_times, on_gpu
 from pallas_kernels.shapes import ExpertShape
 
 LAYERS = 16
@@ -168,10 +168,12 @@ def _without_adapters(banks: Banks) -> Banks:
     return banks._replace(gate_lora=None, up_lora=None, down_lora=None)
 
 
-def _program(shape: ExpertShape, tokens: int, layers: list[Routing], banks: list[Banks]) -> Program:
+def _program(
+    shape: ExpertShape, tokens: int, layers: list[Routing], banks: list[Banks]
+) -> ProgramInPlace:
     inputs = [arrays.normal(100 + i, tokens, shape.hidden) for i in range(LAYERS)]
     routings = [jax.tree.map(jnp.asarray, layer) for layer in layers]
-    return program(_layers(shape), inputs, routings, banks)
+    return ProgramInPlace(_layers(shape), inputs, routings, banks)
 
 
 def _layers(shape: ExpertShape) -> Callable:

@@ -6,6 +6,8 @@ import itertools
 from concurrent.futures import Future
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lora_moe_jax.bench import timing
@@ -180,3 +182,13 @@ def test_program_is_compiled():
     run = timing.program(lambda x: x + 1, 1.0)
     assert isinstance(run.compiled, jax.stages.Compiled)
     assert run() == 2.0
+
+
+def test_results_in_place():
+    run = timing.ProgramInPlace(lambda x: {"y": x + 1}, jnp.ones(3))
+    first = run()["y"]
+    place = first.unsafe_buffer_pointer()
+    assert np.array_equal(first, [2, 2, 2])
+    second = run()["y"]
+    assert first.is_deleted() and second.unsafe_buffer_pointer() == place
+    assert np.array_equal(second, [2, 2, 2])
