@@ -21,8 +21,9 @@ LINES_OF_LARGE_PIECE = 4
 MIN_STAGES, MOST_STAGES = 2, 6
 # Positions after which sums begin anew, to be joined: part of the contract, too. A join costs a
 # program 0.1 µs, where a block of 64 takes 0.8 µs. Two consumers' registers have no room for the
-# sums of the splits before, which are in memory, where a join takes them 8 µs: so their splits are
-# longer, and longer still where a token's heads are several units, and programs as many.
+# sums of the splits before, which are in memory, where a join takes 7 µs: so their splits are
+# longer. Where a token's heads are several units, they are that many times as long: as many
+# programs share a sequence.
 SPLIT = 256
 SHARED_SPLIT = 2048
 WORTH = 4  # rounds, one after another, that take as long as a kernel that joins
