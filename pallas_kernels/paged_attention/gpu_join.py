@@ -96,6 +96,7 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
     *sinks, y = refs
     s, columns = sizes, y.shape[-1]
     token, together = lax.axis_index("token"), heads_of_program(s)
+    wait_for_kernels_before(sizes.tokens, small=True)
     first, position = first_of_tile[token], positions[token]
     begin, end = jnp.int32(0), lax.div(position, jnp.int32(s.split)) + 1
     if s.window is None:
@@ -108,8 +109,6 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
         )
         begin, end = begin - of_tile, end - of_tile
     end = jnp.where(request[token] >= 0, end, begin)
-    # Where the token is, the kernel before does not write.
-    wait_for_kernels_before(sizes.tokens, small=True)
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // THREADS)
 
     def vector(number):
