@@ -165,8 +165,8 @@ def table(rows: list[AttentionRow]) -> Table:
             ratio_cell(row.terabytes_per_second),
             row.bound,
             ratio_cell(row.share),
-            f"≥ {row.must:g}",
-            f"≥ {row.aim:g}",
+            f"≥ {row.must:.2g}",
+            f"≥ {row.aim:.2g}",
             verdict_cell(row.verdict),
         )
     return shown
