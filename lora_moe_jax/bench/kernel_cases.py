@@ -194,10 +194,9 @@ ATTENTION_CASES: tuple[AttentionCase, ...] = (
     AttentionCase("grouped prefill", **_QWEN, **_WHOLE),
     AttentionCase("grouped gradients", **_QWEN, **_GRADIENTS),
     AttentionCase("window decode", **_GPT, requests=64, context=4096, window=128, **_BANDWIDTH),
-    # Products of all 128 heads take 1.3 times as long as their bytes.
-    AttentionCase("latent decode", **_LATENT, requests=64, context=4096, **_PRODUCTS),
-    AttentionCase("latent decode, 128", **_LATENT, requests=128, context=4096, **_PRODUCTS),
-    AttentionCase("latent decode, long", **_LATENT, requests=64, context=32768, **_PRODUCTS),
+    AttentionCase("latent decode", **_LATENT, requests=64, context=4096, **_BANDWIDTH),
+    AttentionCase("latent decode, 128", **_LATENT, requests=128, context=4096, **_BANDWIDTH),
+    AttentionCase("latent decode, long", **_LATENT, requests=64, context=32768, **_BANDWIDTH),
     AttentionCase("latent decode, products", **_LATENT, requests=128, context=8192, **_PRODUCTS),
     AttentionCase("64 heads decode", **_OF_TWO, requests=64, context=4096, **_BANDWIDTH),
     AttentionCase("64 heads decode, 128", **_OF_TWO, requests=128, context=4096, **_BANDWIDTH),

@@ -19,12 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.kept_kernel import kept_kernel
-from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.paged_attention.gpu_sizes import ROWS, Sizes
 
 AHEAD = 16  # splits that are loaded together, at most: each load takes longer than a join
 THREADS = 128
-AT_ONCE = 16 * PROGRAMS  # programs of so many threads
 NOTHING_TO_JOIN = -1.0  # in place of a row's total, with
 ABOVE_ALL = 1e38  # in place of its maximum: a sink before it counts nothing
 
@@ -74,8 +72,8 @@ def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals, 
     kernel = kept_kernel(
         functools.partial(_body, s),
         out_type=jax.ShapeDtypeStruct((s.tokens, s.heads, columns), dtype),
-        grid=(s.tokens, s.heads // heads_of_program(s)),
-        grid_names=("token", "heads"),
+        grid=(s.tokens, s.heads),
+        grid_names=("token", "head"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
@@ -85,19 +83,14 @@ def join_kernel(sizes: Sizes, view, first_of_tile, found, sums, maxima, totals, 
     return kernel(*numbers, found, sums, maxima, totals, *sinks)
 
 
-def heads_of_program(sizes: Sizes) -> int:
-    """Two, where programs of one would not all begin at once, and loads of two have registers."""
-    s = sizes
-    has_many = s.tokens * s.heads > AT_ONCE and s.heads % 2 == 0
-    return 2 if has_many and 2 * s.spread <= AHEAD else 1
-
-
 def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, totals, *refs):
     *sinks, y = refs
     s, columns = sizes, y.shape[-1]
-    token, together = lax.axis_index("token"), heads_of_program(s)
+    token, head = lax.axis_index("token"), lax.axis_index("head")
     wait_for_kernels_before(sizes.tokens, small=True)
+    part, member = lax.div(head, jnp.int32(s.group)), lax.rem(head, jnp.int32(s.group))
     first, position = first_of_tile[token], positions[token]
+    inside = (token - first) * s.group + member
     begin, end = jnp.int32(0), lax.div(position, jnp.int32(s.split)) + 1
     if s.window is None:
         end = jnp.minimum(end, s.spread)  # of a position past the page table there are no more
@@ -114,51 +107,35 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
     def vector(number):
         return plgpu.layout_cast(jnp.full((columns,), number, jnp.float32), layout)
 
-    def load(head, split):
-        part, member = head
-        place, inside = jnp.minimum(split, end - 1), (token - first) * s.group + member
+    def load(split):
+        place = jnp.minimum(split, end - 1)
         row = first * ROWS + inside
         its = plgpu.load(sums.at[part, place, first * s.rows_of_sums + inside], layout=layout)
         maximum = jnp.where(split < end, maxima[part, place, row], -jnp.inf)
         return its, maximum, totals[part, place, row]
 
-    def start(head):
-        sink, weight = (sinks[0][head], 1.0) if sinks else (-jnp.inf, 0.0)
-        return vector(0.0), vector(sink), vector(weight)
+    together = min(AHEAD, s.spread)
 
-    def joined_with(state, split):
-        (all_sums, maximum, total), (its, its_maximum, its_total) = state, split
-        maximum, factor, its_factor = factors(maximum, vector(its_maximum))
-        all_sums = joined(all_sums, factor, its, its_factor)
-        return all_sums, maximum, joined(total, factor, vector(its_total), its_factor)
-
-    ahead = min(AHEAD, s.spread)
-
-    def join(number, states):
+    def join(number, state):
         # All loads before the first join.
-        splits = [begin + number * ahead + i for i in range(ahead)]
-        loaded = [[load(head, split) for split in splits] for head in heads]
-        return [
-            functools.reduce(joined_with, its, state)
-            for its, state in zip(loaded, states, strict=True)
-        ]
+        loaded = [load(begin + number * together + ahead) for ahead in range(together)]
+        for its, its_maximum, its_total in loaded:
+            all_sums, maximum, total = state
+            maximum, factor, its_factor = factors(maximum, vector(its_maximum))
+            state = (
+                joined(all_sums, factor, its, its_factor),
+                maximum,
+                joined(total, factor, vector(its_total), its_factor),
+            )
+        return state
 
-    numbers = [lax.axis_index("heads") * together + i for i in range(together)]
-    heads = [
-        (lax.div(its, jnp.int32(s.group)), lax.rem(its, jnp.int32(s.group))) for its in numbers
-    ]
-    times = lax.div(end - begin + (ahead - 1), jnp.int32(ahead))
-    known = []
+    sink, weight = (sinks[0][part, member], 1.0) if sinks else (-jnp.inf, 0.0)
+    start = vector(0.0), vector(sink), vector(weight)
+    times = lax.div(end - begin + (together - 1), jnp.int32(together))
+    all_sums, _, total = lax.fori_loop(0, times, join, start)
+    result = mean(all_sums, inverse_of(total)).astype(y.dtype)
     if found is not None:
-        # On their way with the sums, whether they are needed or not.
-        places = [
-            (token, number) if s.boxes else (part, token * s.group + member)
-            for number, (part, member) in zip(numbers, heads, strict=True)
-        ]
-        known = [plgpu.load(found.at[place], layout=layout) for place in places]
-    states = lax.fori_loop(0, times, join, [start(head) for head in heads])
-    for i, (all_sums, _, total) in enumerate(states):
-        result = mean(all_sums, inverse_of(total)).astype(y.dtype)
-        if known:
-            result = jnp.where(total < 0, known[i], result)
-        y.at[token, numbers[i]][...] = result
+        place = (token, head) if s.boxes else (part, token * s.group + member)
+        known = plgpu.load(found.at[place], layout=layout)
+        result = jnp.where(total < 0, known, result)
+    y.at[token, head][...] = result

@@ -389,9 +389,6 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "latent attention", latent_attention, (*queries, *pages, *view)
     queries = [array(8, 16, width) for width in (512, 64)]
     yield "latent attention of few", latent_attention, (*queries, *pages, *few)
-    queries = [array(64, 64, width) for width in (512, 64)]
-    many = number(64), number(64), number(64, 64)
-    yield "latent attention of many heads", latent_attention, (*queries, *pages, *many)
 
     places = -(-tokens // TILE) * TILE
     queries, keys = array(places, 32, 128), array(places, 4, 128)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 73
+CALLS = 72
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
@@ -43,7 +43,6 @@ KERNELS = {
     "attention of few tokens": 2,
     "attention of few with sinks": 2,
     "latent attention of few": 2,
-    "latent attention of many heads": 2,
     "dense of many tokens": 2,
     "experts of few tokens": 2,
     "route": 0,  # Triton's: one for few rows, one for tiles and one for runs of many

@@ -267,17 +267,6 @@ def test_bits_do_not_depend_on_who_has_a_split(name):
     assert np.array_equal(alone[0].view(np.uint16), whole[row].view(np.uint16))
 
 
-@pytest.mark.parametrize("name", ["latents", pytest.param("a window", marks=pytest.mark.slow)])
-def test_bits_do_not_depend_on_how_many_heads_a_program_joins(name):
-    case, tokens = SPLIT_CASES[name]
-    case = dataclasses.replace(case, spread=True)
-    one, again = case.run(tokens), dataclasses.replace(case)
-    with mock.patch.object(gpu_join, "heads_of_program", return_value=2) as heads:
-        two = again.run(tokens)
-    assert heads.called
-    assert np.array_equal(two.view(np.uint16), one.view(np.uint16))
-
-
 def test_bits_do_not_depend_on_who_loads():
     case, tokens = SPLIT_CASES["latents shared by two"]
     for spread in (False, True):
@@ -444,18 +433,6 @@ def test_splits_of_latents_that_two_warpgroups_share_are_longer():
     both = sizes(512, heads=128)
     assert both.splits(32768) * both.parts == sizes(512).splits(32768)
     assert both.splits(4096) == 1
-
-
-def test_programs_join_two_heads_where_there_are_many():
-    def heads(tokens, heads, positions):
-        array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-        pages = array((9, 64, 512)), array((9, 64, 64))
-        sizes = gpu_sizes.latent_sizes(array((tokens, heads, 512)), *pages, 1.0)
-        return gpu_join.heads_of_program(sizes.spread_over(positions, 132))
-
-    assert heads(64, 64, 4096) == 2 and heads(64, 33, 4096) == 1
-    assert heads(64, 32, 4096) == 1  # all begin at once
-    assert heads(64, 64, 32768) == 1  # loads of 16 splits
 
 
 def test_memory_has_room_for_one_round_of_two_partners():
