@@ -27,6 +27,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_stages import Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 
 LOOKED_AT = 8  # rows of a tile: the fewest that products have
+WORDS = 512  # of u: a vector of four of each lane
+VECTORS = plgpu.Layout.WG_STRIDED((WORDS,), vec_size=4)
 
 
 class InPlace:
@@ -111,12 +113,14 @@ class InPlace:
             stages.kept_u[self.warpgroup, stage, run] = jnp.where(kept, u, jnp.zeros_like(u))
         else:
             # Swizzles move words within a row alone.
-            words, vector = layout.kept_words
-            u = stages.u_words.at[stage, run, pl.ds(0, words)]
-            lanes = plgpu.Layout.WG_STRIDED((words,), vec_size=vector)
-            word = plgpu.broadcasted_iota(jnp.int32, (words,), 0, layout=lanes)
-            kept = is_kept(word >> ((layout.rank_step // 2).bit_length() - 1))
-            u[...] = jnp.where(kept, plgpu.load(u, layout=lanes), 0)
+            words = layout.u_rows_of_run * layout.rank_step // 2
+            # The last vectors begin before others end, if words are not whole ones: these they find
+            # as they were, or zeros, and leave so.
+            for begin in (*range(0, words - WORDS, WORDS), words - WORDS):
+                u = stages.u_words.at[stage, run, pl.ds(begin, WORDS)]
+                word = begin + plgpu.broadcasted_iota(jnp.int32, (WORDS,), 0, layout=VECTORS)
+                kept = is_kept(word >> ((layout.rank_step // 2).bit_length() - 1))
+                u[...] = jnp.where(kept, plgpu.load(u, layout=VECTORS), 0)
         plgpu.commit_smem()
 
     def look_at(self, totals):

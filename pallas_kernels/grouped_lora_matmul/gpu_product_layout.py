@@ -283,27 +283,19 @@ class ProductLayout:
             return 1
         most = min(self.b_per_stage // self.terms_of_stage, MOST_BARRIERS // self.schedule.stages)
         for runs in range(most, 1, -1):
-            if self.u_rows % (8 * runs) == 0 and self._vectors(2) <= self._words_of_run(runs):
+            # They begin where tiles of 8 rows do.
+            if self.u_rows % (8 * runs) == 0 and self.u_rows_of_run <= self.u_rows // runs:
                 return runs
         return 1
 
     @property
-    def kept_words(self) -> tuple[int, int]:
-        """32-bit words of a run's u, in whole vectors of all lanes, and of a vector."""
-        vector = 4 if self._vectors(4) <= self._words_of_run(self.runs_of_stage) else 2
-        return self._vectors(vector), vector
+    def u_rows_of_run(self) -> int:
+        return self.terms_of_stage * self.x_rows
 
     @property
     def later_terms(self) -> range:
         """The first rows of u of a run's terms, but for the first term."""
-        return range(self.x_rows, self.terms_of_stage * self.x_rows, self.x_rows)
-
-    def _words_of_run(self, runs: int) -> int:
-        return self.u_rows // runs * self.rank_step // 2
-
-    def _vectors(self, vector: int) -> int:
-        words = self.terms_of_stage * self.x_rows * self.rank_step // 2
-        return pl.cdiv(words, 128 * vector) * 128 * vector
+        return range(self.x_rows, self.u_rows_of_run, self.x_rows)
 
     @property
     def feature_blocks(self) -> int:

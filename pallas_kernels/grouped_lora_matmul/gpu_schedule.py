@@ -19,6 +19,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     stage_of_shrink,
     whole,
 )
+from pallas_kernels.grouped_lora_matmul.gpu_tile_heights import likely_heights
 from pallas_kernels.hopper.machine import ARRAY, PROGRAMS, SHARED_MEMORY
 from pallas_kernels.hopper.store import whole_lines
 
@@ -28,10 +29,11 @@ TILE_WORDS = 4  # of the table of tiles, 16 bytes: copies begin at multiples of 
 LINE = 32  # words of the copy engine's alignment, 128 bytes
 STAGES = 4  # of a ring, at least: with three, loads do not keep up
 MOST_STAGED = 144  # rows of a tile: with more, four stages do not fit
-# Where registers do not move, a consumer has room for the sums of 128.
-TALLEST = MOST_STAGED if implementation.REGISTERS_MOVE else 128
+# Where registers do not move, a consumer has room for the sums of 136.
+TALLEST = MOST_STAGED if implementation.REGISTERS_MOVE else 136
 LOWEST = 64  # where all rows are one group, and are more than `TALLEST`
 TILE_COST = 100  # cycles
+TALL_FEATURES = 256  # of W, that a tile of a large group multiplies
 TALL = 112  # rows from which runs may be added in place
 DEPTH = 4  # blocks of 64 columns in one stage of a product of few tiles
 ENOUGH_PROGRAMS = 48  # to draw all that memory has, or nearly so
@@ -307,19 +309,24 @@ def block_rows(w_rows: int, width: int, made_ranks: int, depth: int) -> int:
 
 
 def _height_of_turns(rows: int, slices: int, w_rows: int) -> int:
-    """The height of equal tiles of all rows with which programs, which take turns, end first.
-
-    A step's time is that of its bytes in shared memory, 128 in a cycle: loaded, and read by each
-    product of 64 rows of W. What a tile costs besides is taken for `TILE_COST` more in each.
-    """
+    """The height of equal tiles of all rows with which programs, which take turns, end first."""
+    fixed, each = _step_time(w_rows)
 
     def time(tiles: int) -> int:
         height = whole(-(-rows // tiles), 8)
-        step = 2 * w_rows + height * (1 + w_rows // 64) + TILE_COST
-        return -(-tiles * slices // PROGRAMS) * step
+        return -(-tiles * slices // PROGRAMS) * (fixed + each * height)
 
     best = min(range(-(-rows // TALLEST), rows // LOWEST + 1), key=time)
     return whole(-(-rows // best), 8)
+
+
+def _step_time(w_rows: int) -> tuple[int, int]:
+    """Cycles of a tile's step of K, and more of them for each row of x.
+
+    They are those of its bytes in shared memory, 128 in a cycle: loaded, and read by each product
+    of 64 rows of W. What a tile costs besides is taken for `TILE_COST` more in each.
+    """
+    return 2 * w_rows + TILE_COST, 1 + w_rows // 64
 
 
 def tiles_together(mean: float, height: int) -> int:
@@ -353,7 +360,7 @@ def _most_tiles(rows: int, groups: int) -> int:
 
 
 def _heights(rows: int, groups: int) -> tuple[int, ...]:
-    """Tile variants for so many rows in a group on average; three, or the compiler gives up."""
+    """Tile variants for so many rows in a group on average."""
     if groups == 1:
         # Equal tiles of all rows: what they have is known.
         return (whole(-(-rows // -(-rows // TALLEST)), 8),)
@@ -364,15 +371,10 @@ def _heights(rows: int, groups: int) -> tuple[int, ...]:
         (12, (8, 16, 32)),
         (40, (16, 32, 64)),
         (80, (64, 80, 96)),
-        (TALLEST, tuple(sorted({112, 128, TALLEST}))),
     ):
         if mean <= limit:
             return heights
-    # Groups are cut into equal tiles. Sizes vary by about the root of the mean: the tallest tile
-    # fits two such deviations, so that few groups take a tile more than the others.
-    large = mean + 2 * math.sqrt(mean)
-    tallest = min(TALLEST, whole(math.ceil(large / math.ceil(large / MOST_STAGED)), 8))
-    return tallest - 16, tallest - 8, tallest
+    return likely_heights(mean, TALLEST, *_step_time(TALL_FEATURES))
 
 
 def shrink_beside(

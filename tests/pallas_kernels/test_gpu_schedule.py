@@ -489,11 +489,11 @@ def test_height_of_dense_layers(width, height, turns):
 @pytest.mark.parametrize("rows", [8, 300, 4096, 16384, 32768, 100_000])
 @pytest.mark.parametrize("groups", [1, 8, 128])
 def test_tiles_fit_the_registers_that_consumers_begin_with(monkeypatch, rows, groups):
-    """Where they cannot have others' (JAX 0.12), a tile's sums are of at most 128 rows."""
-    monkeypatch.setattr(gs, "TALLEST", 128)
+    """Where they cannot have others' (JAX 0.12), a tile's sums are of at most 136 rows."""
+    monkeypatch.setattr(gs, "TALLEST", 136)
     for width, parts in ((768, 2), (2048, 1)):
         schedule = gs.product_schedule(rows, groups, width, parts, equal=groups == 1)
         heights = schedule.heights
-        assert list(heights) == sorted(set(heights)) and heights[-1] <= 128
+        assert list(heights) == sorted(set(heights)) and heights[-1] <= 136
         assert all(height > 0 and height % 8 == 0 for height in heights)
         assert schedule.stages >= 3
