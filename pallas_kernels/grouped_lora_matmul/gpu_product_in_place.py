@@ -27,8 +27,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_stages import Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 
 LOOKED_AT = 8  # rows of a tile: the fewest that products have
-WORDS = 512  # of u: a vector of four of each lane
-VECTORS = plgpu.Layout.WG_STRIDED((WORDS,), vec_size=4)
+LANES = 128
+VECTOR = 4  # words that a lane loads and stores at once
 
 
 class InPlace:
@@ -113,14 +113,14 @@ class InPlace:
             stages.kept_u[self.warpgroup, stage, run] = jnp.where(kept, u, jnp.zeros_like(u))
         else:
             # Swizzles move words within a row alone.
-            words = layout.u_rows_of_run * layout.rank_step // 2
-            # The last vectors begin before others end, if words are not whole ones: these they find
-            # as they were, or zeros, and leave so.
-            for begin in (*range(0, words - WORDS, WORDS), words - WORDS):
-                u = stages.u_words.at[stage, run, pl.ds(begin, WORDS)]
-                word = begin + plgpu.broadcasted_iota(jnp.int32, (WORDS,), 0, layout=VECTORS)
-                kept = is_kept(word >> ((layout.rank_step // 2).bit_length() - 1))
-                u[...] = jnp.where(kept, plgpu.load(u, layout=VECTORS), 0)
+            of_row = layout.rank_step // 2
+            for begin, vector in vectors(layout.u_rows_of_run * of_row):
+                count = LANES * vector
+                lanes = plgpu.Layout.WG_STRIDED((count,), vec_size=vector)
+                u = stages.u_words.at[stage, run, pl.ds(begin, count)]
+                word = begin + plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=lanes)
+                kept = is_kept(word >> (of_row.bit_length() - 1))
+                u[...] = jnp.where(kept, plgpu.load(u, layout=lanes), 0)
         plgpu.commit_smem()
 
     def look_at(self, totals):
@@ -135,6 +135,17 @@ class InPlace:
         spoiled = is_spoiled(self.health, self.judged)
         pl.when(spoiled)(lambda: plgpu.wait_smem_to_gmem(0))
         return spoiled
+
+
+def vectors(words: int) -> list[tuple[int, int]]:
+    """The first word, and words of a lane, of vectors of all lanes that cover so many words.
+
+    The last begin before others end, if they are not whole: two lanes make the same of a word.
+    """
+    rest = words % (LANES * VECTOR)
+    whole = [(begin, VECTOR) for begin in range(0, words - rest, LANES * VECTOR)]
+    last = next(vector for vector in (1, 2, VECTOR) if LANES * vector >= rest)
+    return [*whole, (words - LANES * last, last)] if rest else whole
 
 
 def is_spoiled(health, judged):
