@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from lora_moe_jax.commands import bench, demo, generate, inspect, rl, score, serve, train
+from lora_moe_jax.commands.console import plain_console
 from lora_moe_jax.errors import LoraMoeError
 
 DESCRIPTION = "Train and serve many LoRA adapters at once over one Mixture-of-Experts base model."
@@ -21,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options) or 0
     except LoraMoeError as error:
-        Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        message = f"{type(error).__name__}: {error}"
+        plain_console(stderr=True).out(message, style="red", highlight=False)
         return 2
 
 

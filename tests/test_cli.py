@@ -78,8 +78,21 @@ def test_inspect_takes_names_as_they_are(capsys, tmp_path):
 
 
 def test_score_shows_text_as_it_is(capsys):
-    assert main(["score", "--text", "x[/a] = [red]"]) == 0
-    assert "x[/a] = [red]" in capsys.readouterr().out
+    assert main(["score", "--text", "x[/a:b:c] = [red]"]) == 0
+    assert "x[/a:b:c] = [red]" in capsys.readouterr().out
+
+
+def test_generate_shows_text_as_it_is(capsys):
+    """Neither emoji nor folds in lines, and tabs are tabs."""
+    prompt = "y = x[a:b:c]\n\t[red]# " + "long " * 30
+    assert main(["generate", "--prompt", prompt, "--max-tokens", "1"]) == 0
+    assert prompt in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_there(capsys, tmp_path):
+    assert main(["score", "--model", str(tmp_path / "Qwen:m:"), "--text", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "no such model folder" in error and "Qwen:m:" in error and "not downloaded" in error
 
 
 def test_bad_input_is_one_message_and_status_2(capsys, tmp_path):

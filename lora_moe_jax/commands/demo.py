@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
+from lora_moe_jax.commands.console import plain_console
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -15,4 +15,4 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> None:
     from lora_moe_jax.demo import run_demo
 
-    run_demo(Console())
+    run_demo(plain_console())

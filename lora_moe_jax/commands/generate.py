@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
 
+from lora_moe_jax.commands.console import plain_console
 from lora_moe_jax.commands.engine import add_engine_options, engine_and_requests
 
 
@@ -36,9 +38,10 @@ def run(options: argparse.Namespace) -> None:
         stop=tuple(options.stop),
     )
     engine, prompts, names = engine_and_requests(options, options.prompt)
-    console = Console()
+    console = plain_console()
     outputs = engine.generate(prompts, params, names)
     for prompt, name, output in zip(prompts, names, outputs, strict=True):
         console.rule(f"{name or 'base'} · {output.finish_reason}")
-        console.print(prompt, style="dim", end="", markup=False, highlight=False)
-        console.print(output.text, markup=False, highlight=False)
+        # As they are: no tab becomes spaces, no line is folded.
+        texts = Segment(prompt, Style(dim=True)), Segment(output.text), Segment.line()
+        console.print(Segments(texts), crop=False)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
+from lora_moe_jax.commands.console import plain_console
 from lora_moe_jax.commands.options import MODEL_HELP, model_folder, natural, positive
 
 
@@ -23,4 +22,4 @@ def run(options: argparse.Namespace) -> None:
     from lora_moe_jax.inspect import inspect_folder
 
     base = model_folder(options.model)
-    inspect_folder(Console(), options.folder, base, options.max_rank, options.max_adapters)
+    inspect_folder(plain_console(), options.folder, base, options.max_rank, options.max_adapters)

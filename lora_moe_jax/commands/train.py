@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
+from lora_moe_jax.commands.console import plain_console
 from lora_moe_jax.commands.options import MODEL_HELP, model_folder, natural, positive
 
 
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
         learning_rate=options.learning_rate,
     )
     train_adapter(
-        Console(),
+        plain_console(),
         model_folder(options.model),
         options.data,
         options.out,

@@ -50,6 +50,13 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
         or value, or the model needs something that is not supported.
     """
     path = Path(folder)
+    if not os.path.exists(path):
+        raise ConfigError(
+            "there is no such model folder",
+            file=path,
+            expected="a folder with config.json, tokenizer and safetensors files",
+            hint="models are not downloaded: fetch it first (`hf download`), and pass its folder",
+        )
     file = path / "config.json" if path.is_dir() else path
     values = read_json_object(file, ConfigError)
     model_type = values.get("model_type")

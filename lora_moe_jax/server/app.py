@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lora_moe_jax.errors import LoraMoeError
+from lora_moe_jax.errors import AdapterError, LoraMoeError, RequestError
 from lora_moe_jax.server.adapter_root import folder_inside
-from lora_moe_jax.server.errors import ApiError, failed, refused
+from lora_moe_jax.server.errors import ApiError, failed, refused, too_long
 from lora_moe_jax.server.metrics import CONTENT_TYPE, exposition
 from lora_moe_jax.server.names import ModelNames
 from lora_moe_jax.server.protocol import Asked, read_body, read_chat, read_completion, read_names
@@ -98,9 +98,13 @@ class _Service:
     async def load(self, request: Request) -> Response:
         root = self._root()
         name, path = read_names(await read_body(request), "lora_name", "lora_path")
-        self._names.check(name)
-        folder = await asyncio.to_thread(folder_inside, root, path)
-        await self._engine.load_adapter(name, folder)
+        try:
+            self._names.check(name)
+            folder = await asyncio.to_thread(folder_inside, root, path)
+            await self._engine.load_adapter(name, folder)
+        except AdapterError as error:
+            # What is wrong is in a file, or is the name.
+            raise refused(error, "lora_path" if error.file else "lora_name") from error
         return JSONResponse(self._names.entry(name))
 
     async def unload(self, request: Request) -> Response:
@@ -109,7 +113,10 @@ class _Service:
         if name not in {info.name for info in await self._engine.adapters()}:
             message = f"the adapter {name[:200]!r} is not loaded"
             raise ApiError(404, message, param="lora_name", code="model_not_found")
-        await self._engine.unload_adapter(name)
+        try:
+            await self._engine.unload_adapter(name)
+        except AdapterError as error:
+            raise refused(error, "lora_name") from error
         return JSONResponse({"id": name, "object": "model", "deleted": True})
 
     def _root(self) -> Path:
@@ -126,7 +133,7 @@ class _Service:
     async def completions(self, request: Request) -> Response:
         asked = read_completion(await read_body(request))
         adapter = await self._adapter(asked.model)
-        self._engine.check_count(len(asked.prompts) * asked.n)
+        self._check_count(asked, len(asked.prompts))
         prompts = await asyncio.to_thread(self._encode, asked.prompts)
         reply = CompletionReply(self._engine.codec, asked.model)
         return await self._generate(request, asked, adapter, prompts, reply)
@@ -134,10 +141,16 @@ class _Service:
     async def chat(self, request: Request) -> Response:
         asked = read_chat(await read_body(request))
         adapter = await self._adapter(asked.model)
-        self._engine.check_count(asked.n)
+        self._check_count(asked, 1)
         prompt = await asyncio.to_thread(self._engine.codec.chat, asked.messages)
         reply = ChatReply(self._engine.codec, asked.model)
         return await self._generate(request, asked, adapter, [prompt], reply)
+
+    def _check_count(self, asked: Asked, prompts: int) -> None:
+        try:
+            self._engine.check_count(prompts * asked.n)
+        except RequestError as error:
+            raise refused(error, "n" if asked.n > 1 else "prompt") from error
 
     def _encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
         encode = self._engine.codec.encode
@@ -152,6 +165,8 @@ class _Service:
         reply: CompletionReply,
     ) -> Response:
         """Choice i of prompt p is request p * n + i of the engine, and its index in the answer."""
+        for prompt in prompts:
+            self._check_length(asked, len(prompt))
         each = [(prompt, i) for prompt in prompts for i in range(asked.n)]
         params = [self._params(asked, prompt, i) for prompt, i in each]
         deltas = await self._engine.stream(
@@ -162,13 +177,20 @@ class _Service:
         with deltas:
             return await _unless_gone(request, _response(deltas, asked, len(each), reply))
 
+    def _check_length(self, asked: Asked, prompt: int) -> None:
+        """Raises ApiError for a prompt of so many tokens, if there is no room for what is asked."""
+        longest = self._engine.options.max_length
+        if prompt >= longest:
+            raise too_long(prompt, 0, longest, "messages" if asked.messages else "prompt")
+        if not asked.to_the_end and prompt + asked.params.max_tokens > longest:
+            raise too_long(prompt, asked.params.max_tokens, longest, "max_tokens")
+
     def _params(self, asked: Asked, prompt: list[int], choice: int) -> SamplingParams:
         params = asked.params
         if params.seed is not None:
             params = replace(params, seed=(params.seed + choice) % 2**32)
         if asked.to_the_end:
-            rest = self._engine.options.max_length - len(prompt)
-            params = replace(params, max_tokens=max(rest, 1))  # the engine refuses what is too long
+            params = replace(params, max_tokens=self._engine.options.max_length - len(prompt))
         return params
 
     # For who runs the server

@@ -44,8 +44,12 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def refused(error: LoraMoeError) -> ApiError:
-    """What a client is told of the library's refusal. Hints are for who runs the server."""
+def refused(error: LoraMoeError, field: str | None = None) -> ApiError:
+    """What a client is told of the library's refusal. Hints are for who runs the server.
+
+    Args:
+      field: of the request, that is to blame. Default: what the error calls it.
+    """
     message = describe(error)
     if isinstance(error, QueueFullError):
         return ApiError(
@@ -59,11 +63,24 @@ def refused(error: LoraMoeError) -> ApiError:
         return ApiError(503, message, kind="server_error", code="shutting_down")
     if isinstance(error, EngineAsleepError):
         return ApiError(503, message, kind="server_error", code="asleep")
+    if field is not None:
+        return ApiError(400, message, param=field)
     # The engine's arguments are lists with an entry for each request; a client sent fields.
     key = re.sub(r"^params\[\d+\]\.", "", error.key or "")
     key = re.sub(r"^prompts\[\d+\]", "prompt", key)
     key = re.sub(r"^adapters\[\d+\]", "model", key)
     return ApiError(400, message, param=key or None)
+
+
+def too_long(prompt: int, asked: int, longest: int, field: str) -> ApiError:
+    """What a client is told of a prompt of so many tokens, with others that were asked for."""
+    message = (
+        f"the request is longer than the model's context of {longest} tokens, prompt and output "
+        f"together: its prompt has {prompt} tokens"
+    )
+    if asked:
+        message += f", and {asked} more are asked for"
+    return ApiError(400, message, param=field, code="context_length_exceeded")
 
 
 def failed() -> ApiError:

@@ -164,6 +164,9 @@ def _number(logprob: float) -> float | None:
 
 
 def event(data: dict | str) -> str:
-    """A server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
+    """A server-sent event.
+
+    In ASCII: there are characters that end a line for some clients, and for others not.
+    """
+    text = data if isinstance(data, str) else json.dumps(data, allow_nan=False)
     return f"data: {text}\n\n"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from lora_moe_jax.errors import RequestError
 
 MAX_LOGPROBS = 20  # as in vLLM and OpenAI's interface
@@ -41,6 +43,9 @@ class SamplingParams:
     logprobs: int | bool | None = None
 
     def __post_init__(self):
+        for key, value in vars(self).items():
+            if isinstance(value, np.generic | np.ndarray):
+                object.__setattr__(self, key, value.tolist())
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for key in ("stop", "stop_token_ids"):

@@ -21,10 +21,11 @@ from lora_moe_jax.serving.sampling_params import SamplingParams
 from lora_moe_jax.training.arguments import check_step_settings
 from lora_moe_jax.training.data_order import DataOrder
 from lora_moe_jax.training.datum import Datum
-from lora_moe_jax.training.losses import grpo_advantages
+from lora_moe_jax.training.losses import Loss, grpo_advantages, loss_of
 from lora_moe_jax.training.reports import StepReport
 from lora_moe_jax.training.trainer import Schedule, Trainer
 
+INPUTS = "old_logprobs", "advantages"  # of the loss
 Reward = Callable[[list[int], list[int]], float]
 
 
@@ -52,7 +53,8 @@ class GrpoConfig:
       group_size: completions of each prompt, which are compared with each other.
       max_tokens: of a completion.
       learning_rate, weight_decay, clip_norm: see `Trainer.optim_step`.
-      loss: one that takes `old_logprobs` and `advantages`. It is a mean over sequences.
+      loss: the name of one that takes `old_logprobs` and `advantages`, or a `Loss` that does. It is
+        a mean over sequences.
       loss_options: such as `clip_low`.
       seed: of prompts and samples.
     """
@@ -64,7 +66,7 @@ class GrpoConfig:
     learning_rate: float | Schedule = 1e-3
     weight_decay: float = 0.0
     clip_norm: float | None = None
-    loss: str = "grpo"
+    loss: str | Loss = "grpo"
     loss_options: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
 
@@ -117,13 +119,14 @@ def run_grpo(
 
     Raises:
       AdapterError: an adapter is not in training.
-      RequestError: a setting, a prompt or a reward is of no use. Those above all come at once;
-        rewards, and what `forward_backward` and `optim_step` refuse, in the step that meets them.
+      RequestError: a setting or a prompt is of no use, at once; a reward, or what
+        `forward_backward` and `optim_step` refuse, in the step that meets it.
     """
     config = GrpoConfig() if config is None else config
     _check(config, tasks)
-    for name in tasks:
+    for name, task in tasks.items():
         trainer._training(name)
+        _check_prompts(trainer, name, task, config)
     return _run(trainer, dict(tasks), config)
 
 
@@ -227,6 +230,14 @@ def _check(config: object, tasks: object) -> None:
                 found=repr(value)[:200],
             )
     check_step_settings(config.learning_rate, config.weight_decay, config.clip_norm)
+    loss, _ = loss_of(config.loss, dict(config.loss_options))
+    if set(loss.needs) != set(INPUTS):
+        raise RequestError(
+            "the loss does not take what a step has for it",
+            key="loss",
+            expected=f"one that takes {' and '.join(INPUTS)}",
+            found=f"{config.loss!r} takes {' and '.join(loss.needs) or 'neither'}"[:200],
+        )
     if not isinstance(tasks, Mapping) or not tasks:
         raise RequestError("there is nothing to learn", key="tasks", expected="a GrpoTask by name")
     for name, task in tasks.items():
@@ -235,3 +246,18 @@ def _check(config: object, tasks: object) -> None:
             raise RequestError(
                 "this is no task", key=str(name)[:200], expected="a GrpoTask with a list of prompts"
             )
+
+
+def _check_prompts(trainer: Trainer, name: str, task: GrpoTask, config: GrpoConfig) -> None:
+    """Raises RequestError unless the engine takes all of a task's prompts."""
+    params = SamplingParams(max_tokens=config.max_tokens)
+    try:
+        trainer._engine._intake.generate(task.prompts, params, None, 0)
+    except RequestError as error:
+        raise RequestError(
+            error.message,
+            key=f"tasks[{name!r}].{error.key}",
+            expected=error.expected,
+            found=error.found,
+            hint=error.hint,
+        ) from error

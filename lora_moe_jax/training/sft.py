@@ -20,7 +20,8 @@ class SftConfig:
     Attributes:
       steps: optimizer steps; None for as many as the epochs have.
       epochs: how often the data are gone through, unless `steps` is given.
-      batch_tokens: most tokens of a step; one example is always taken.
+      batch_tokens: most tokens of a step; one example is always taken. A step's examples are all
+        of one epoch.
       learning_rate, weight_decay, clip_norm: see `Trainer.optim_step`.
     """
 
@@ -37,7 +38,7 @@ class SftReport:
     """One step.
 
     Attributes:
-      step: counted from 1, over all runs of the adapter.
+      step: how many steps have changed the adapter, this one included, over all its runs.
       loss: nats per learned token, before the step.
       tokens: read in it, of which `learned` were learned.
       epochs: how often the data have been gone through.
@@ -63,7 +64,7 @@ def batches(
     while order.taken < end if config.steps is None else step < config.steps:
         batch = [examples[order.take()]]
         room = config.batch_tokens - len(batch[0].tokens)
-        while end is None or order.taken < end:
+        while order.taken % order.size:
             room -= len(examples[order.peek()].tokens)
             if room < 0:
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def train_adapter(
     Raises:
       AdapterError, CheckpointError, ConfigError, RequestError: what is wrong with the model, the
         data or the settings.
+      RequestError: gradients were not finite; adapter and losses are written all the same.
     """
     _check_out(out)
     lora.peft()  # refuses what is out of range before anything is built, as this does with data
@@ -67,7 +69,8 @@ def train_adapter(
     _write_losses(out / LOSS_FILE, reports, order)
     losses = [report.loss for report in reports]
     console.print(f"loss  {losses[0]:.4f}  {sparkline(losses)}  {losses[-1]:.4f}", highlight=False)
-    console.print(f"adapter and {LOSS_FILE} are in {out}", highlight=False, markup=False)
+    console.out(f"adapter and {LOSS_FILE} are in {out}", highlight=False)
+    _check_reports(reports, out)
     return reports
 
 
@@ -123,9 +126,33 @@ def _train(
 
 
 def _write_losses(file: Path, reports: list[SftReport], order: DataOrder) -> None:
-    steps = [dataclasses.asdict(report) for report in reports]
-    text = json.dumps({"steps": steps, "order": dataclasses.asdict(order)}, indent=1)
+    steps = [_finite(dataclasses.asdict(report)) for report in reports]
+    content = {"steps": steps, "order": dataclasses.asdict(order)}
+    text = json.dumps(content, indent=1, allow_nan=False)
     try:
         file.write_text(text + "\n", encoding="utf-8")
     except OSError as cause:
         raise AdapterError("the losses cannot be written", file=file, found=str(cause)) from cause
+
+
+def _finite(fields: dict[str, object]) -> dict[str, object]:
+    """The fields, None for what is no number: JSON has none of these."""
+
+    def is_lost(value: object) -> bool:
+        return isinstance(value, float) and not math.isfinite(value)
+
+    return {key: None if is_lost(value) else value for key, value in fields.items()}
+
+
+def _check_reports(reports: list[SftReport], out: Path) -> None:
+    """Refuses to call it a success when steps were skipped."""
+    skipped = sum(report.skipped for report in reports)
+    if skipped:
+        raise RequestError(
+            "the training diverged: gradients were not finite, and these steps changed nothing",
+            file=out / LOSS_FILE,
+            key="skipped",
+            expected="no step",
+            found=f"{skipped} of {len(reports)} steps",
+            hint="choose a smaller --learning-rate",
+        )

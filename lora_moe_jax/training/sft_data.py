@@ -11,6 +11,7 @@ Texts and completions end with the model's end-of-text token, which is learned t
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ def read_examples(
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)  # as editors on Windows write
                 if line.strip():
                     place = f"{path}:{number}"
                     found += _examples(line.strip(), place, codec, ending, longest)

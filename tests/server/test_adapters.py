@@ -36,9 +36,11 @@ def unload(client, name):
     return client.post("/v1/unload_lora_adapter", json={"lora_name": name})
 
 
-def refusal(answer, status: int) -> str:
+def refusal(answer, status: int, param: str | None = None) -> str:
     assert answer.status_code == status, answer.text
-    return answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert param in (None, error["param"])
+    return error["message"]
 
 
 def test_off_by_default(http, quiet):
@@ -101,14 +103,14 @@ def test_paths_to_nothing(admin, adapter_root, quiet):
 
 
 def test_bad_adapters_and_names(admin, quiet):
-    refusal(load(admin, "a/b", "quiet"), 400)
-    assert "base model's name" in refusal(load(admin, "pocket", "quiet"), 400)
+    refusal(load(admin, "a/b", "quiet"), 400, "lora_name")
+    assert "base model's name" in refusal(load(admin, "pocket", "quiet"), 400, "lora_name")
     tensors = load_file(quiet / "adapter_model.safetensors")
     key = min(tensors)
     save_file(
         tensors | {key: np.full_like(tensors[key], np.nan)}, quiet / "adapter_model.safetensors"
     )
-    assert key in refusal(load(admin, "new", "quiet"), 400)
+    assert key in refusal(load(admin, "new", "quiet"), 400, "lora_path")
 
 
 def test_what_overflows_has_no_logprobs(admin, engine, quiet):

@@ -38,10 +38,11 @@ BAD_COMPLETIONS = [
     ({"prompt": [[1, "a"]]}, "prompt[1]"),
     ({"prompt": [1, 2048]}, "prompt[1]"),
     ({"prompt": [-1]}, "prompt[0]"),
-    ({"prompt": [1] * 127}, "prompt"),
+    ({"prompt": [1] * 127}, "max_tokens"),
+    ({"prompt": [1] * 128}, "prompt"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "2"}, "max_tokens"),
-    ({"max_tokens": 2000}, "prompt"),
+    ({"max_tokens": 2000}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"max_completion_tokens": 2}, "max_completion_tokens"),
     ({"temperature": -1}, "temperature"),
@@ -69,7 +70,8 @@ BAD_COMPLETIONS = [
     ({"stream": True, "stream_options": [1]}, "stream_options"),
     ({"model": None}, "model"),
     ({"model": 5}, "model"),
-    ({"prompt": ["a"] * 100, "n": 128}, "prompts"),
+    ({"prompt": ["a"] * 100, "n": 128}, "n"),
+    ({"prompt": ["a"] * 1000}, "prompt"),
 ]
 
 BAD_CHATS = [
@@ -86,7 +88,8 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "user", "content": "x", "user": "y"}]}, "messages[0].user"),
-    ({"messages": [{"role": "user", "content": "word " * 500}]}, "prompt"),
+    ({"messages": [{"role": "user", "content": "word " * 500}]}, "messages"),
+    ({"max_tokens": 2000}, "max_tokens"),
     ({"max_completion_tokens": 3}, "max_tokens"),
     ({"top_logprobs": 1}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -112,6 +115,12 @@ def check_refused(answer, status: int = 400) -> dict:
 def test_bad_completions(http, change, param):
     error = check_refused(http.post("/v1/completions", json=COMPLETION | change))
     assert error["param"] == param
+
+
+def test_a_request_that_is_too_long_has_its_own_code(http):
+    for change in ({"prompt": [1] * 500}, {"max_tokens": 500}):
+        error = check_refused(http.post("/v1/completions", json=COMPLETION | change))
+        assert error["code"] == "context_length_exceeded" and "500" in error["message"]
 
 
 @pytest.mark.parametrize(("change", "param"), BAD_CHATS, ids=lambda v: str(v)[:40])

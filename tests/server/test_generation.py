@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
 from lora_moe_jax import SamplingParams
+from lora_moe_jax.server.replies import event
 from tests.server.conftest import LOADED, PROMPT
 
 MESSAGES = [{"role": "user", "content": "read the file"}]
@@ -232,3 +234,10 @@ def test_a_model_that_does_not_exist_has_no_entry(client):
 
 def include_usage() -> dict:
     return {"stream_options": {"include_usage": True}}
+
+
+def test_an_event_is_two_lines_for_every_client():
+    text = "a\u2028b\x85c\nd"
+    sent = event({"text": text})
+    assert sent.splitlines() == [sent.rstrip("\n"), ""]
+    assert json.loads(sent.removeprefix("data: ")) == {"text": text}

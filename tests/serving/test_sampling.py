@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from lora_moe_jax import SamplingParams
 from lora_moe_jax.serving.sampler import SamplingRows, sample
 from tests.serving.helpers import bits, greedy, load_golden, prompts, sampled
 
@@ -161,3 +162,14 @@ def test_greedy_rows_beside_sampled_ones(engine):
     mixed = one.generate(batch, [greedy(8), sampled(1), greedy(8), sampled(2, top_k=3)])
     assert [bits(mixed[i]) for i in (0, 2)] == [expected[i] for i in (0, 2)]
     assert [bits(mixed[i]) for i in (1, 3)] != [expected[i] for i in (1, 3)]
+
+
+def test_settings_may_be_numpy_numbers():
+    given = SamplingParams(
+        max_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        seed=np.uint32(7),
+        stop_token_ids=np.array([4, 5]),
+    )
+    assert given == SamplingParams(max_tokens=3, temperature=0.5, seed=7, stop_token_ids=(4, 5))
+    assert type(given.seed) is int and type(given.stop_token_ids[0]) is int

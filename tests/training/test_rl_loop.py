@@ -115,6 +115,10 @@ def test_bad_runs_are_refused_at_once(pair):
         ("seed", -1),
         ("learning_rate", "1"),
         ("weight_decay", -1),
+        ("loss", "no such"),
+        ("loss", "cross_entropy"),
+        ("loss", "dpo"),
+        ("loss", print),
     ):
         with pytest.raises(RequestError) as caught:
             run_grpo(trainer, good, GrpoConfig(**{key: value}))
@@ -122,6 +126,12 @@ def test_bad_runs_are_refused_at_once(pair):
     for tasks in ({}, None, {"a": even}, {"a": GrpoTask([], even)}, {"a": GrpoTask("text", even)}):
         with pytest.raises(RequestError):
             run_grpo(trainer, tasks)
+    with pytest.raises(RequestError, match="no such option"):
+        run_grpo(trainer, good, GrpoConfig(loss_options={"wat": 1.0}))
+    for prompts, config in (([[5], [99999]], SHORT), ([[5], [7]], GrpoConfig(max_tokens=5000))):
+        with pytest.raises(RequestError) as caught:
+            run_grpo(trainer, {"a": GrpoTask(prompts, even)}, config)
+        assert caught.value.key.startswith("tasks['a'].prompts[")
     with pytest.raises(RequestError, match="settings"):
         run_grpo(trainer, good, {"steps": 1})
     with pytest.raises(AdapterError, match="in training"):

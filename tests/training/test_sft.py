@@ -14,6 +14,7 @@ from lora_moe_jax import AdapterError, RequestError, read_adapter
 from lora_moe_jax.cli import main
 from lora_moe_jax.pocket import BASE
 from lora_moe_jax.serving.text import TextCodec
+from lora_moe_jax.strict_json import parse_json_object
 from lora_moe_jax.training import (
     DataOrder,
     Example,
@@ -81,6 +82,10 @@ def test_batches():
     assert max(sizes) <= 40 and np.mean(sizes) > 20
     taken = len(found[0]) + len(found[1])
     assert list(batches(data, DataOrder(len(data), 5, taken), config)) == found[2:]
+    # A step's examples are of one epoch, however many tokens it may have.
+    for large in (SftConfig(epochs=3, batch_tokens=10**6), SftConfig(steps=3, batch_tokens=10**6)):
+        epochs = list(batches(data, DataOrder(len(data)), large))
+        assert [sorted(map(id, its)) for its in epochs] == [sorted(map(id, data))] * 3
     tiny = SftConfig(steps=5, batch_tokens=1)
     assert [len(batch) for batch in batches(data, DataOrder(len(data)), tiny)] == [1] * 5
 
@@ -130,6 +135,12 @@ def test_bad_lines_are_named(codec, tmp_path, line, key):
     with pytest.raises(RequestError) as caught:
         read_examples(file, codec, END, 512)
     assert caught.value.file == f"{file}:3" and caught.value.key == key
+
+
+def test_a_file_may_begin_as_windows_writes_it(codec, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text(GOOD * 2, encoding="utf-8-sig")
+    assert len(read_examples(file, codec, END, 64)) == 2
 
 
 def test_bad_files(codec, tmp_path):
@@ -246,6 +257,21 @@ def test_command(pair, monkeypatch, folder, tmp_path, capsys, whole):
     assert read_adapter(out, table("deepseek_v3")).config.r == 2
     assert main([*command, *options]) == 2
     assert "--out" in capsys.readouterr().err
+
+
+def test_a_training_that_diverges_is_no_success(pair, monkeypatch, folder, tmp_path, capsys):
+    engine, trainer = pair()
+    monkeypatch.setattr(sft_command.Engine, "from_pretrained", lambda *_, **__: engine)
+    monkeypatch.setattr(sft_command, "Trainer", lambda *_, **__: trainer)
+    data, out = tmp_path / "data.jsonl", tmp_path / "x:b:y"
+    data.write_text('{"text": "abcd"}\n' * 2)
+    command = ["train", "--model", str(folder), "--data", str(data), "--out", str(out)]
+    assert main([*command, "--rank", "2", "--steps", "3", "--learning-rate", "1e38"]) == 2
+    error = capsys.readouterr().err
+    assert "diverged" in error and "--learning-rate" in error and f"{out}/loss.json" in error
+    steps = parse_json_object((out / "loss.json").read_bytes(), out, RequestError)["steps"]
+    assert [step["skipped"] for step in steps] == [False, True, True]
+    assert steps[-1]["loss"] is None and (out / "adapter_model.safetensors").exists()
 
 
 def test_bad_input_is_one_message_and_status_2(tmp_path, capsys):
