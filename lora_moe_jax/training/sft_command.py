@@ -44,7 +44,7 @@ def train_adapter(
     Raises:
       AdapterError, CheckpointError, ConfigError, RequestError: what is wrong with the model, the
         data or the settings.
-      RequestError: gradients were not finite; adapter and losses are written all the same.
+      RequestError: the last gradient was not finite; adapter and losses are written all the same.
     """
     _check_out(out)
     lora.peft()  # refuses what is out of range before anything is built, as this does with data
@@ -70,7 +70,7 @@ def train_adapter(
     losses = [report.loss for report in reports]
     console.print(f"loss  {losses[0]:.4f}  {sparkline(losses)}  {losses[-1]:.4f}", highlight=False)
     console.out(f"adapter and {LOSS_FILE} are in {out}", highlight=False)
-    _check_reports(reports, out)
+    _check_reports(console, reports, out)
     return reports
 
 
@@ -144,10 +144,10 @@ def _finite(fields: dict[str, object]) -> dict[str, object]:
     return {key: None if is_lost(value) else value for key, value in fields.items()}
 
 
-def _check_reports(reports: list[SftReport], out: Path) -> None:
-    """Refuses to call it a success when steps were skipped."""
+def _check_reports(console: Console, reports: list[SftReport], out: Path) -> None:
+    """Says how many steps were skipped; where the last one was, it refuses to call it a success."""
     skipped = sum(report.skipped for report in reports)
-    if skipped:
+    if reports[-1].skipped:
         raise RequestError(
             "the training diverged: gradients were not finite, and these steps changed nothing",
             file=out / LOSS_FILE,
@@ -156,3 +156,6 @@ def _check_reports(reports: list[SftReport], out: Path) -> None:
             found=f"{skipped} of {len(reports)} steps",
             hint="choose a smaller --learning-rate",
         )
+    if skipped:
+        said = f"{skipped} of {len(reports)} steps changed nothing: their gradients were not finite"
+        console.print(said, style="yellow", highlight=False)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lora_moe_jax import AdapterError, RequestError, read_adapter
 from lora_moe_jax.cli import main
+from lora_moe_jax.commands.console import plain_console
 from lora_moe_jax.pocket import BASE
 from lora_moe_jax.serving.text import TextCodec
 from lora_moe_jax.strict_json import parse_json_object
@@ -25,7 +26,7 @@ from lora_moe_jax.training import (
     sft_command,
 )
 from lora_moe_jax.training.curve import sparkline
-from lora_moe_jax.training.sft import batches, count_steps
+from lora_moe_jax.training.sft import SftReport, batches, count_steps
 from tests.adapters.tables import GOLDEN, table
 from tests.training.helpers import same, state
 
@@ -272,6 +273,12 @@ def test_a_training_that_diverges_is_no_success(pair, monkeypatch, folder, tmp_p
     steps = parse_json_object((out / "loss.json").read_bytes(), out, RequestError)["steps"]
     assert [step["skipped"] for step in steps] == [False, True, True]
     assert steps[-1]["loss"] is None and (out / "adapter_model.safetensors").exists()
+
+
+def test_steps_that_were_skipped_are_said(capsys, tmp_path):
+    steps = [SftReport(1, 2.0, 8, 7, 1.0, 0.5, skipped) for skipped in (False, True, False)]
+    sft_command._check_reports(plain_console(), steps, tmp_path)
+    assert "1 of 3 steps" in capsys.readouterr().out
 
 
 def test_bad_input_is_one_message_and_status_2(tmp_path, capsys):
