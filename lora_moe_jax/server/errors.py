@@ -50,7 +50,8 @@ def refused(error: LoraMoeError, field: str | None = None) -> ApiError:
     Args:
       field: of the request, that is to blame. Default: what the error calls it.
     """
-    message = describe(error)
+    # A key in a file is what it is; an argument of the engine's is a field to the client.
+    message = describe(error, None if error.file else field)
     if isinstance(error, QueueFullError):
         return ApiError(
             429,
@@ -88,9 +89,10 @@ def failed() -> ApiError:
     return ApiError(500, "the server failed; its log says why", kind="server_error")
 
 
-def describe(error: LoraMoeError) -> str:
-    """Message, key, expected and found in one line."""
-    parts = [error.message if error.key is None else f"{error.message} ({error.key})"]
+def describe(error: LoraMoeError, key: str | None = None) -> str:
+    """Message, key (another one, if it is given), expected and found in one line."""
+    key = key or error.key
+    parts = [error.message if key is None else f"{error.message} ({key})"]
     for label, value in (("expected", error.expected), ("found", error.found)):
         if value is not None:
             parts.append(f"{label} {str(value)[:200]}")  # it may be as long as the body

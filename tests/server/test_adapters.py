@@ -145,4 +145,4 @@ def test_an_adapter_in_use_stays(admin, slow_steps):
     with admin.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()  # the connection ends with it
         next(lines)
-        assert "in use" in refusal(unload(admin, "shout"), 400)
+        assert "in use (lora_name)" in refusal(unload(admin, "shout"), 400, "lora_name")

@@ -117,6 +117,15 @@ def test_bad_completions(http, change, param):
     assert error["param"] == param
 
 
+def test_messages_name_fields_too(http):
+    for change, field in (
+        ({"prompt": ["a"] * 1000}, "prompt"),
+        ({"prompt": ["a"] * 9, "n": 99}, "n"),
+    ):
+        error = check_refused(http.post("/v1/completions", json=COMPLETION | change))
+        assert f"too many requests in one call ({field})" in error["message"]
+
+
 def test_a_request_that_is_too_long_has_its_own_code(http):
     for change in ({"prompt": [1] * 500}, {"max_tokens": 500}):
         error = check_refused(http.post("/v1/completions", json=COMPLETION | change))
