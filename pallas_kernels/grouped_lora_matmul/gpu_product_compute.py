@@ -131,7 +131,8 @@ class ProductConsumer:
                     return step + 1
 
                 end = lax.fori_loop(0, tile.k_steps, k_step, step)
-                plgpu.wgmma_wait(0)
+                if not layout.in_place:
+                    plgpu.wgmma_wait(0)
                 return end
 
             without_a = functools.partial(k_loop, ())
@@ -140,10 +141,8 @@ class ProductConsumer:
             else:
                 end = without_a(step)
 
-            @pl.when(tile.k_steps > 0)
-            def _release():
-                self.stages.release(end + (s.stages - 1))
-
+            if not layout.in_place:
+                pl.when(tile.k_steps > 0)(lambda: self.stages.release(end + (s.stages - 1)))
             if inner:
                 total = accumulators[-1][...]
                 scaled = functools.partial(inner.scaled, total, scalings, layout.first_rank)

@@ -25,10 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout
 from pallas_kernels.grouped_lora_matmul.gpu_product_stages import Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
+from pallas_kernels.hopper.zeros import zeros_outside
 
 LOOKED_AT = 8  # rows of a tile: the fewest that products have
-LANES = 128
-VECTOR = 4  # words that a lane loads and stores at once
 
 
 class InPlace:
@@ -48,46 +47,45 @@ class InPlace:
         self.own[...] = jnp.sum(plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), axis=1)
 
     def add_runs(self, tile: Tile, is_mixed, accumulators, height, first_step):
-        """Adds u·B of the tile's runs; returns the step after them."""
-        add = functools.partial(self.add_run, tile, accumulators, height, first_step)
+        """Adds u·B of the tile's runs; returns the step after them.
 
-        def several():
-            run = functools.partial(add, masked=True)
-            return self.feed.walk_runs(tile, 0, tile.rows, run, jnp.int32(0))
-
-        def one():
-            # A tile without rows has row 0, whose slot is nothing to it.
-            slot = jnp.where(tile.rows > 0, self.feed.run_at(tile, 0)[0], -1)
-            return add(slot, jnp.int32(0), tile.rows, jnp.int32(0), masked=self.layout.interpreted)
-
-        count = lax.cond(is_mixed, several, one)
-        end = self.stages.after(first_step, count)
+        Products of the last K step may run still: its stage, the one before, is free after the
+        first of these, or when all have ended.
+        """
+        add = functools.partial(self.add_run, tile, is_mixed, accumulators, height, first_step)
+        count = self.feed.walk_runs(tile, 0, tile.rows, add, jnp.int32(0))
         plgpu.wgmma_wait(0)
-        pl.when(count > 0)(lambda: self.stages.release(end + (self.schedule.stages - 1)))
+        end = self.stages.after(first_step, count)
+        pl.when((tile.k_steps > 0) | (count > 0))(lambda: self.release_before(end))
         return end
 
-    def add_run(self, tile, accumulators, height, first_step, slot, first, stop, count, *, masked):
+    def add_run(self, tile, is_mixed, accumulators, height, first_step, slot, first, stop, count):
         """Adds u·B of one run, after `count` low-rank steps of others."""
-        s, layout = self.schedule, self.layout
+        layout, blocks = self.layout, self.schedule.blocks
 
         def add(j, count):
             step, stage, run, full = self.stages.of_run(first_step, count)
             plgpu.barrier_wait(full)
-            if masked:
-                self.keep_rows(stage, run, first, stop)
-            # The products before have ended; in all warps, once they are past `keep_rows`.
-            plgpu.wgmma_wait(0)
-            done = (run == 0) & (count > 0)
-            pl.when(done)(lambda: self.stages.release(step + (s.stages - 1)))
+            if layout.interpreted:
+                self.copy_kept_rows(stage, run, first, stop)
+            else:
+                pl.when(is_mixed)(lambda: self.keep_rows(stage, run, first, stop))
+            products = 0
             for i, accumulator in enumerate(accumulators):
-                block = self.warpgroup * s.blocks + i % s.blocks
-                for place in layout.places_of_part(i // s.blocks):
+                block = self.warpgroup * blocks + i % blocks
+                for place in layout.places_of_part(i // blocks):
                     b = self.stages.b_block(stage, run, place, block)
                     plgpu.wgmma(accumulator, b.T, self.u_block(stage, run, place, height).T)
+                    products += 1
+            plgpu.wgmma_wait(products)
+            # Those before have ended.
+            pl.when((run == 0) & (step > first_step - tile.k_steps))(
+                lambda: self.release_before(step)
+            )
             return count + 1
 
         steps = sum(layout.steps_of(its, tile.feature, slot) for its in layout.sets())
-        return lax.fori_loop(0, jnp.where(slot >= 0, steps, 0), add, count)
+        return lax.fori_loop(0, steps, add, count)
 
     def u_block(self, stage, run, place, rows):
         rows = pl.ds(place * self.layout.x_rows, rows)
@@ -98,30 +96,29 @@ class InPlace:
     def keep_rows(self, stage, run, first, stop):
         """Makes u of one of a stage's runs zeros in all rows but [first, stop).
 
-        Both consumers do, and write the same, so that none waits for the other. In the interpreter,
-        which calls that a race, each has a copy.
+        Both consumers do, and write the same, so that none waits for the other.
         """
-        layout, stages = self.layout, self.stages
-
-        def is_kept(row):
-            row -= sum(jnp.where(row >= its, layout.x_rows, 0) for its in layout.later_terms)
-            return (row >= first) & (row < stop)
-
-        if layout.interpreted:
-            u = stages.u_tiles[stage, run]
-            kept = is_kept(lax.broadcasted_iota(jnp.int32, u.shape, 0))
-            stages.kept_u[self.warpgroup, stage, run] = jnp.where(kept, u, jnp.zeros_like(u))
-        else:
-            # Swizzles move words within a row alone.
-            of_row = layout.rank_step // 2
-            for begin, vector in vectors(layout.u_rows_of_run * of_row):
-                count = LANES * vector
-                lanes = plgpu.Layout.WG_STRIDED((count,), vec_size=vector)
-                u = stages.u_words.at[stage, run, pl.ds(begin, count)]
-                word = begin + plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=lanes)
-                kept = is_kept(word >> (of_row.bit_length() - 1))
-                u[...] = jnp.where(kept, plgpu.load(u, layout=lanes), 0)
+        for u in self.u_of_run(self.stages.u_load, stage, run):
+            zeros_outside(u, first, stop)
         plgpu.commit_smem()
+
+    def copy_kept_rows(self, stage, run, first, stop):
+        """The same for the interpreter, which calls that a race: each consumer has a copy."""
+        copies = self.u_of_run(self.stages.kept_u.at[self.warpgroup], stage, run)
+        for u, copy in zip(self.u_of_run(self.stages.u_load, stage, run), copies, strict=True):
+            row = lax.broadcasted_iota(jnp.int32, u.shape, 0)
+            copy[...] = jnp.where((row >= first) & (row < stop), u[...], jnp.zeros_like(u[...]))
+        plgpu.commit_smem()
+
+    def u_of_run(self, u, stage, run):
+        """u of each of a run's terms, in all rows of a tile."""
+        rows = self.layout.x_rows
+        places = range(self.layout.terms_of_stage)
+        return [u.at[stage, run, pl.ds(place * rows, rows)] for place in places]
+
+    def release_before(self, step):
+        """Says that what the stage of the step before holds has been read."""
+        self.stages.release(step + (self.schedule.stages - 1))
 
     def look_at(self, totals):
         """Remembers whether the sums of a tile of several runs are finite."""
@@ -135,17 +132,6 @@ class InPlace:
         spoiled = is_spoiled(self.health, self.judged)
         pl.when(spoiled)(lambda: plgpu.wait_smem_to_gmem(0))
         return spoiled
-
-
-def vectors(words: int) -> list[tuple[int, int]]:
-    """The first word, and words of a lane, of vectors of all lanes that cover so many words.
-
-    The last begin before others end, if they are not whole: two lanes make the same of a word.
-    """
-    rest = words % (LANES * VECTOR)
-    whole = [(begin, VECTOR) for begin in range(0, words - rest, LANES * VECTOR)]
-    last = next(vector for vector in (1, 2, VECTOR) if LANES * vector >= rest)
-    return [*whole, (words - LANES * last, last)] if rest else whole
 
 
 def is_spoiled(health, judged):

@@ -179,9 +179,6 @@ class ProductLayout:
         if self.terms and not self.inner:
             u_shape = s.stages, self.runs_of_stage, self.u_rows // self.runs_of_stage, r
             x_uses.append(two_views(u_shape, self.dtype))
-            if self.in_place and not self.interpreted:
-                words = *u_shape[:2], u_shape[2] * r // 2
-                x_uses.append([plgpu.SMEM(words, jnp.int32)])
         b_shape = (s.stages * self.b_per_stage, r, b_features)
         if self.inner:
             # Copies begin at any feature.
@@ -291,11 +288,6 @@ class ProductLayout:
     @property
     def u_rows_of_run(self) -> int:
         return self.terms_of_stage * self.x_rows
-
-    @property
-    def later_terms(self) -> range:
-        """The first rows of u of a run's terms, but for the first term."""
-        return range(self.x_rows, self.u_rows_of_run, self.x_rows)
 
     @property
     def feature_blocks(self) -> int:

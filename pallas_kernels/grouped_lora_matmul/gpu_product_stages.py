@@ -26,8 +26,6 @@ class Stages:
         kept_u=None,
     ):
         uses = (2, 2) if layout.terms and not layout.inner else (2,)
-        if layout.in_place and not layout.interpreted:
-            uses = (*uses, 1)
         shrink = (2,) if layout.beside else ()
         (self.x_load, self.x_tiles), *u_views = views_of(
             x_stage, *uses, *shrink, interpreted=layout.interpreted
@@ -41,9 +39,7 @@ class Stages:
         if layout.inner:
             ((self.own_u, self.own_u_tiles),) = views_of(own_u, 2, interpreted=layout.interpreted)
         elif layout.terms:
-            (self.u_load, self.u_tiles), *words = u_views
-            if words:
-                ((self.u_words,),) = words
+            ((self.u_load, self.u_tiles),) = u_views
         self.kept_u = kept_u
         if layout.terms:
             # One view, or what copies write and what products read.

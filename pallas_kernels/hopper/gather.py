@@ -18,6 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
+from pallas_kernels.hopper import ptx
+
 LINE = 256  # numbers of two bytes
 OF_LANE = 8  # of them
 BLOCK = 64  # are a row of a stage's tile
@@ -29,7 +31,7 @@ WORDS = WARPS * 32 * 4 * LINES
 LAYOUT = plgpu.Layout.WG_STRIDED((WORDS,), vec_size=4)
 TOKENS = WARPS * 32 * LINES
 LAYOUT_OF_TOKENS = plgpu.Layout.WG_STRIDED((TOKENS,), vec_size=1)
-NUMBERS = (plgpu.Layout.WG_SPLAT,) * 4
+NUMBERS = (ptx.NUMBER,) * 4
 STAGE = plgpu.RefType((plgpu.SwizzleTransform(128),))
 
 # A lane's code: what is behind AT is the number of a warp's line, or how many bytes away it is.
@@ -86,9 +88,9 @@ class Lines:
         )
         def tokens(context, *arguments):
             del context
-            token, which, row, count = map(_value, arguments)
+            token, which, row, count = map(ptx.value, arguments)
             own, lines = _lines_of_warp(which, count)
-            first = _address(token, arith.addi(row, own), _number(0), 4)
+            first = _address(token, arith.addi(row, own), ptx.number(0), 4)
             found = [[_asm(LOAD_TOKEN, number, 1, lines, first)] for number in range(LINES)]
             return _registers(found, LAYOUT_OF_TOKENS)
 
@@ -107,7 +109,7 @@ class Lines:
             del context
             pairs = zip(tokens.registers, others.registers, strict=True)
             words = ([vector.extract(its, [], [0]) for its in pair] for pair in pairs)
-            chosen = [[arith.select(_value(first), *its)] for its in words]
+            chosen = [[arith.select(ptx.value(first), *its)] for its in words]
             return _registers(chosen, LAYOUT_OF_TOKENS)
 
         return either(first, tokens, others)
@@ -127,11 +129,11 @@ class Lines:
         )
         def load(context, tokens, *arguments):
             del context
-            x, which, count, column = map(_value, arguments)
+            x, which, count, column = map(ptx.value, arguments)
             column = arith.addi(column, _lane_column())
             _, lines = _lines_of_warp(which, count)
             exist = self._inside(column, lines)
-            place = _address(x, _number(0), column, 0)
+            place = _address(x, ptx.number(0), column, 0)
             found = []
             for number, its in enumerate(tokens.registers):
                 token = vector.extract(its, [], [0])
@@ -154,7 +156,7 @@ class Lines:
         def store(context, words, stage, y, *numbers):
             del context
             strides, _ = ir.MemRefType(stage.type).get_strides_and_offset()
-            stage, y, which, row, count, column = map(_value, (stage, y, *numbers))
+            stage, y, which, row, count, column = map(ptx.value, (stage, y, *numbers))
             column = arith.addi(column, _lane_column())
             own, lines = _lines_of_warp(which, count)
             exist = self._inside(column, lines)
@@ -182,8 +184,8 @@ class Lines:
         """The number, or zero for a lane that is past the row's end."""
         if self.width % LINE == 0:
             return number
-        inside = arith.cmpi(arith.CmpIPredicate.slt, column, _number(self.width))
-        return arith.select(inside, number, _number(0))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, column, ptx.number(self.width))
+        return arith.select(inside, number, ptx.number(0))
 
     def _copy(self, stage, row, count, column):
         """Both of them, for the interpreter."""
@@ -214,27 +216,27 @@ def _place_in_stage(row, blocks: int):
     A row's eight parts of 16 bytes are in an order that follows from the row (the swizzle).
     """
     lane = _lane()
-    block, part = arith.shrui(lane, _number(3)), arith.andi(lane, _number(7))
-    part = arith.xori(part, arith.andi(row, _number(7)))
-    of_row = arith.muli(row, _number(2 * BLOCK))
-    of_row = arith.addi(of_row, arith.muli(block, _number(blocks)))
-    return arith.addi(of_row, arith.muli(part, _number(2 * OF_LANE)))
+    block, part = arith.shrui(lane, ptx.number(3)), arith.andi(lane, ptx.number(7))
+    part = arith.xori(part, arith.andi(row, ptx.number(7)))
+    of_row = arith.muli(row, ptx.number(2 * BLOCK))
+    of_row = arith.addi(of_row, arith.muli(block, ptx.number(blocks)))
+    return arith.addi(of_row, arith.muli(part, ptx.number(2 * OF_LANE)))
 
 
 def _lines_of_warp(which, count):
     """A warp's first row, and how many of `count` rows are its."""
-    warp = arith.andi(utils.warp_idx(), _number(WARPS - 1))
-    first = arith.addi(warp, arith.muli(which, _number(WARPS)))
-    rest = arith.subi(arith.addi(count, _number(ROWS_APART - 1)), first)
-    return first, arith.shrui(rest, _number(ROWS_APART.bit_length() - 1))
+    warp = arith.andi(utils.warp_idx(), ptx.number(WARPS - 1))
+    first = arith.addi(warp, arith.muli(which, ptx.number(WARPS)))
+    rest = arith.subi(arith.addi(count, ptx.number(ROWS_APART - 1)), first)
+    return first, arith.shrui(rest, ptx.number(ROWS_APART.bit_length() - 1))
 
 
 def _lane_column():
-    return arith.muli(_lane(), _number(OF_LANE))
+    return arith.muli(_lane(), ptx.number(OF_LANE))
 
 
 def _lane():
-    return arith.andi(utils.thread_idx(), _number(31))
+    return arith.andi(utils.thread_idx(), ptx.number(31))
 
 
 def _address(array, row, column, stride: int):
@@ -250,30 +252,15 @@ def _asm(code: str, number: int, results: int, *operands, stride: int = 0):
     sizes = dict(AT_LINE=number, AT_TOKEN=4 * rows, AT_STAGE=2 * BLOCK * rows, AT_ROW=stride * rows)
     for name, size in (sizes | dict(STRIDE=stride)).items():
         code = code.replace(name, str(size))
-    types = [_int32()] * results
+    types = [ptx.int32()] * results
     found = utils.inline_ptx(code, *operands, result_types=types or None, has_side_effects=True)
     return found[0] if results == 1 else found
 
 
 def _registers(values, layout):
     """A thread's words, those of each register together, as an array of that layout."""
-    kind = ir.VectorType.get((len(values[0]),), _int32())
+    kind = ir.VectorType.get((len(values[0]),), ptx.int32())
     registers = [vector.from_elements(kind, its) for its in values]
     return fragmented_array.FragmentedArray(
         _registers=np.array(registers, dtype=object), _layout=layout.to_mgpu(), _is_signed=True
     )
-
-
-def _value(its):
-    """The address of a reference, or a number."""
-    if isinstance(its, fragmented_array.FragmentedArray):
-        return its.registers.item()
-    return utils.memref_ptr(its)
-
-
-def _number(value: int):
-    return utils.c(value, _int32())
-
-
-def _int32():
-    return ir.IntegerType.get_signless(32)
