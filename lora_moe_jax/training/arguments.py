@@ -23,6 +23,16 @@ def buckets_of(sizes: object) -> list[int]:
     return sorted(set(sizes))
 
 
+def names_of(names: object) -> list[str]:
+    """One name, or several, each once; raises RequestError."""
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise RequestError(
+            "these are no adapters", key="names", expected="names", found=repr(names)[:200]
+        )
+    return list(dict.fromkeys(names))
+
+
 def check_step_settings(learning_rate: object, weight_decay: object, clip_norm: object) -> None:
     """Raises RequestError for a setting of `optim_step` that is out of range.
 

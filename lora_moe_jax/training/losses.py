@@ -121,10 +121,15 @@ def grpo_advantages(rewards: Sequence[float], epsilon: float = 1e-6) -> np.ndarr
 
     Args:
       rewards: [..., group], the last axis one prompt's completions.
+
+    Returns:
+      float32 [..., group]; zeros for equal rewards.
     """
-    rewards = np.asarray(rewards, np.float32)
+    rewards = np.asarray(rewards, np.float64)
+    # From the first: equal rewards have no advantage, where their mean may be off by a last bit.
+    rewards = rewards - rewards[..., :1]
     centred = rewards - rewards.mean(axis=-1, keepdims=True)
-    return centred / (rewards.std(axis=-1, keepdims=True) + np.float32(epsilon))
+    return np.float32(centred / (rewards.std(axis=-1, keepdims=True) + epsilon))
 
 
 def loss_of(loss: str | Loss | LossFunction, options: dict[str, float]) -> tuple[Loss, dict]:

@@ -9,10 +9,10 @@ the trainer's. Every report says how far apart they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
 import numpy as np
 
 from lora_moe_jax.errors import RequestError
@@ -26,6 +26,7 @@ from lora_moe_jax.training.reports import StepReport
 from lora_moe_jax.training.trainer import Schedule, Trainer
 
 INPUTS = "old_logprobs", "advantages"  # of the loss
+LARGEST = float(np.finfo(np.float32).max)  # reward: squares of larger ones have no float64
 Reward = Callable[[list[int], list[int]], float]
 
 
@@ -35,8 +36,8 @@ class GrpoTask:
 
     Attributes:
       prompts: strings or lists of token ids.
-      reward: `(prompt's token ids, completion's token ids) -> a finite number`. A completion that
-        ended by itself has its stop token.
+      reward: `(prompt's token ids, completion's token ids) -> a finite number` of Python, NumPy or
+        JAX, within float32's range. A completion that ended by itself has its stop token.
     """
 
     prompts: Sequence[str | Sequence[int]]
@@ -48,7 +49,7 @@ class GrpoConfig:
     """Settings of a run, the same for all its adapters.
 
     Attributes:
-      steps: optimizer steps.
+      steps: optimizer steps of this run.
       prompts_per_step: of each task, in an order by the seed.
       group_size: completions of each prompt, which are compared with each other.
       max_tokens: of a completion.
@@ -76,7 +77,7 @@ class TaskReport:
     """What a step found for one adapter.
 
     Attributes:
-      rewards: float32 [prompts, group].
+      rewards: float64 [prompts, group].
       completions: in the same order, group by group.
       kl: of the sampler from the trainer, estimated by its samples: the mean over their tokens of
         sampler's logprob - trainer's logprob.
@@ -100,22 +101,28 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class GrpoReport:
-    """One step, counted from 1, of all adapters by name."""
+    """One step, counted from 1 over all runs, of all adapters by name."""
 
     step: int
     tasks: dict[str, TaskReport]
 
 
 def run_grpo(
-    trainer: Trainer, tasks: Mapping[str, GrpoTask], config: GrpoConfig | None = None
+    trainer: Trainer,
+    tasks: Mapping[str, GrpoTask],
+    config: GrpoConfig | None = None,
+    start: int = 0,
 ) -> Iterator[GrpoReport]:
     """Trains adapters on their tasks, a step for each report that is taken.
 
-    What an adapter becomes does not depend, by a single bit, on the others of the loop.
+    What an adapter becomes does not depend, by a single bit, on the others of the loop. It begins
+    without a gradient: what one that failed has left is forgotten.
 
     Args:
       trainer: whose engine samples.
       tasks: by the name of an adapter in training.
+      start: steps that runs before have taken: prompts and samples go on behind theirs, and
+        adapters become what one run of all steps would have made them.
 
     Raises:
       AdapterError: an adapter is not in training.
@@ -124,14 +131,18 @@ def run_grpo(
     """
     config = GrpoConfig() if config is None else config
     _check(config, tasks)
+    _check_integer("start", start, 0)
     for name, task in tasks.items():
         trainer._training(name)
         _check_prompts(trainer, name, task, config)
-    return _run(trainer, dict(tasks), config)
+    return _run(trainer, dict(tasks), config, range(start, start + config.steps))
 
 
-def _run(trainer: Trainer, tasks: dict[str, GrpoTask], config: GrpoConfig) -> Iterator[GrpoReport]:
-    for step in range(config.steps):
+def _run(
+    trainer: Trainer, tasks: dict[str, GrpoTask], config: GrpoConfig, steps: range
+) -> Iterator[GrpoReport]:
+    trainer.zero_gradients(list(tasks))
+    for step in steps:
         samples = _sample(trainer, tasks, config, step)
         rewards = {name: _rewards(name, tasks[name], samples[name], config) for name in tasks}
         batch = [datum for name in tasks for datum in _data(name, samples[name], rewards[name])]
@@ -187,11 +198,25 @@ def _rewards(
     values = []
     for completion in completions:
         value = task.reward(list(completion.prompt_token_ids), list(completion.token_ids))
-        number = isinstance(value, int | float | np.number) and not isinstance(value, complex)
-        if not number or not math.isfinite(value):
-            raise RequestError("a reward is not a finite number", key=name, found=repr(value)[:200])
-        values.append(value)
-    return np.asarray(values, np.float32).reshape(config.prompts_per_step, config.group_size)
+        number = _real(value)
+        if number is None:
+            raise RequestError(
+                "a reward is not a finite number",
+                key=name,
+                expected="a real number of Python, NumPy or JAX, within float32's range",
+                found=repr(value)[:200],
+            )
+        values.append(number)
+    return np.reshape(values, (config.prompts_per_step, config.group_size))
+
+
+def _real(value: object) -> float | None:
+    """A finite real number; None of anything else."""
+    number = np.asarray(value)
+    if number.ndim or not jnp.isdtype(number.dtype, ("bool", "integral", "real floating")):
+        return None
+    number = float(number)
+    return number if abs(number) <= LARGEST else None
 
 
 def _data(name: str, completions: list[Completion], rewards: np.ndarray) -> Iterator[Datum]:
@@ -221,14 +246,14 @@ def _check(config: object, tasks: object) -> None:
     if not isinstance(config, GrpoConfig):
         raise RequestError("these are no settings", key="config", expected="a GrpoConfig")
     for key in ("steps", "prompts_per_step", "group_size", "max_tokens", "seed"):
-        value, least = getattr(config, key), {"seed": 0, "group_size": 2}.get(key, 1)
-        if type(value) is not int or value < least:
-            raise RequestError(
-                "a setting is out of range",
-                key=key,
-                expected=f"an integer of at least {least}",
-                found=repr(value)[:200],
-            )
+        _check_integer(key, getattr(config, key), {"seed": 0, "group_size": 2}.get(key, 1))
+    if not isinstance(config.loss_options, Mapping):
+        raise RequestError(
+            "these are no options",
+            key="loss_options",
+            expected="numbers by name",
+            found="no mapping",
+        )
     check_step_settings(config.learning_rate, config.weight_decay, config.clip_norm)
     loss, _ = loss_of(config.loss, dict(config.loss_options))
     if set(loss.needs) != set(INPUTS):
@@ -241,18 +266,36 @@ def _check(config: object, tasks: object) -> None:
     if not isinstance(tasks, Mapping) or not tasks:
         raise RequestError("there is nothing to learn", key="tasks", expected="a GrpoTask by name")
     for name, task in tasks.items():
-        is_task = isinstance(task, GrpoTask) and not isinstance(task.prompts, str)
-        if not is_task or not len(task.prompts):
+        if not _is_task(task):
             raise RequestError(
-                "this is no task", key=str(name)[:200], expected="a GrpoTask with a list of prompts"
+                "this is no task",
+                key=str(name)[:200],
+                expected="a GrpoTask with a list of prompts and a function",
             )
 
 
+def _is_task(task: object) -> bool:
+    if not isinstance(task, GrpoTask) or not callable(task.reward):
+        return False
+    is_list = isinstance(task.prompts, Sequence) and not isinstance(task.prompts, str)
+    return is_list and len(task.prompts) > 0
+
+
+def _check_integer(key: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise RequestError(
+            "a setting is out of range",
+            key=key,
+            expected=f"an integer of at least {least}",
+            found=repr(value)[:200],
+        )
+
+
 def _check_prompts(trainer: Trainer, name: str, task: GrpoTask, config: GrpoConfig) -> None:
-    """Raises RequestError unless the engine takes all of a task's prompts."""
+    """Raises RequestError unless engine and trainer take all of a task's prompts."""
     params = SamplingParams(max_tokens=config.max_tokens)
     try:
-        trainer._engine._intake.generate(task.prompts, params, None, 0)
+        requests = trainer._engine._intake.generate(task.prompts, params, None, 0)
     except RequestError as error:
         raise RequestError(
             error.message,
@@ -261,3 +304,12 @@ def _check_prompts(trainer: Trainer, name: str, task: GrpoTask, config: GrpoConf
             found=error.found,
             hint=error.hint,
         ) from error
+    longest = max(requests, key=lambda request: request.prompt_length)
+    if longest.prompt_length + config.max_tokens > trainer.longest:
+        raise RequestError(
+            "the trainer takes no sequence as long as a completion may make it",
+            key=f"tasks[{name!r}].prompts[{longest.index}]",
+            expected=f"at most {trainer.longest} tokens, prompt and completion together",
+            found=f"{longest.prompt_length} prompt tokens and max_tokens {config.max_tokens}",
+            hint="lower max_tokens, or build the Trainer with larger token_buckets",
+        )

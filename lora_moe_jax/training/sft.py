@@ -87,6 +87,8 @@ def run_sft(
 ) -> Iterator[SftReport]:
     """Trains an adapter by cross-entropy, a step for each report that is taken.
 
+    It begins without a gradient: what one that failed has left is forgotten.
+
     Args:
       name: an adapter in training.
       examples: see `read_examples`.
@@ -111,6 +113,7 @@ def _run(
     config: SftConfig,
     order: DataOrder,
 ) -> Iterator[SftReport]:
+    trainer.zero_gradients(name)
     for batch in batches(examples, order, config):
         learned = sum(example.learned for example in batch)
         found = trainer.forward_backward([_datum(name, one, learned) for one in batch])

@@ -20,7 +20,12 @@ from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
 from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.interrupts import uninterrupted
-from lora_moe_jax.training.arguments import buckets_of, check_step_settings, checked_number
+from lora_moe_jax.training.arguments import (
+    buckets_of,
+    check_step_settings,
+    checked_number,
+    names_of,
+)
 from lora_moe_jax.training.batch_run import BatchRun, InTraining
 from lora_moe_jax.training.config import LoraConfig, pair_shapes
 from lora_moe_jax.training.datum import Datum, checked_rows
@@ -298,6 +303,11 @@ class Trainer:
 
     # Training
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can be trained on."""
+        return min(self._pass.sizes[-1].tokens, self._engine.config.max_position)
+
     def forward_backward(
         self,
         batch: Sequence[Datum],
@@ -320,9 +330,7 @@ class Trainer:
             has changed.
         """
         loss, options = loss_of(loss, options)
-        config = self._engine.config
-        longest = min(self._pass.sizes[-1].tokens, config.max_position)
-        rows = checked_rows(batch, config.vocab_size, longest, loss.needs)
+        rows = checked_rows(batch, self._engine.config.vocab_size, self.longest, loss.needs)
         for row in rows:
             self._training(row.adapter, f"batch[{row.place}].adapter")
         names = list(dict.fromkeys(row.adapter for row in rows))
@@ -336,6 +344,15 @@ class Trainer:
         for row in rows:
             weights[row.adapter] += float(row.weights.sum(dtype=np.float64))
         return ForwardBackward([run.logprobs[row.place] for row in rows], run.losses, weights)
+
+    def zero_gradients(self, names: str | Sequence[str]) -> None:
+        """Forgets what adapters' gradients are since their last step, as after one that failed.
+
+        Raises:
+          AdapterError: an adapter is not in training; nothing was forgotten.
+        """
+        for training in [self._training(name) for name in names_of(names)]:
+            training.gradients = None
 
     def optim_step(
         self,
@@ -361,12 +378,7 @@ class Trainer:
             adapter makes its version.
           EngineAsleepError: there is no bank for new versions; else the same.
         """
-        names = [names] if isinstance(names, str) else names
-        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-            raise RequestError(
-                "these are no adapters", key="names", expected="names", found=repr(names)[:200]
-            )
-        names = list(dict.fromkeys(names))
+        names = names_of(names)
         clip = float("inf") if clip_norm is None else clip_norm
         check_step_settings(learning_rate, weight_decay, clip_norm)
         rates = {}

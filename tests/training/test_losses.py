@@ -143,3 +143,17 @@ def test_wrong_losses_are_refused():
 def test_group_advantages():
     found = grpo_advantages([[1, 0, 0, 1], [2, 2, 2, 2]])
     np.testing.assert_allclose(found, [[1, -1, -1, 1], [0, 0, 0, 0]], atol=1e-5)
+
+
+@pytest.mark.parametrize("size", range(2, 17))
+def test_equal_rewards_have_no_advantage(size):
+    """Whatever their sum is rounded to."""
+    values = np.random.default_rng(size).uniform(-1e4, 1e4, (50, 1))
+    assert not grpo_advantages(np.repeat(values, size, axis=1)).any()
+
+
+@pytest.mark.parametrize("scale, offset", [(1.0, 1.7e9), (1e30, 0.0), (1e-3, 1e5)])
+def test_advantages_of_large_rewards_are_those_of_their_differences(scale, offset):
+    rewards = np.array([[0.0, 1.0, 3.0, 0.0, 2.0]])
+    expected = grpo_advantages(rewards)
+    np.testing.assert_allclose(grpo_advantages(offset + scale * rewards), expected, rtol=2e-3)

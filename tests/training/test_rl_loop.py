@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -96,12 +98,80 @@ def test_rewards_must_be_numbers(pair):
     engine, trainer = pair()
     add(trainer, "a")
     before = arrays(trainer._adapters["a"].masters)
-    for value in (float("nan"), None, "much"):
+    for value in (float("nan"), None, "much", 1e39, 10**400, np.complex64(1), [1.0]):
         run = run_grpo(trainer, {"a": GrpoTask(PROMPTS, lambda *_, value=value: value)}, SHORT)
         with pytest.raises(RequestError, match="reward") as caught:
             next(run)
         assert caught.value.key == "a"
     assert same(arrays(trainer._adapters["a"].masters), before)
+
+
+def test_rewards_are_numbers_of_anybody(pair):
+    engine, trainer = pair()
+    add(trainer, "a")
+    values = iter(
+        [True, np.bool_(0), np.float32(1), jnp.bfloat16(0.5), jnp.ones(()), 3, 1e38, 0] * 3
+    )
+    report = next(run_grpo(trainer, {"a": GrpoTask(PROMPTS, lambda *_: next(values))}, SHORT))
+    assert report.tasks["a"].rewards.tolist() == [[1, 0, 1, 0.5], [1, 3, 1e38, 0]]
+
+
+def test_large_rewards_are_learned_from(pair):
+    engine, trainer = pair()
+    add(trainer, "a")
+    task = GrpoTask(PROMPTS, lambda prompt, completion: 1.7e9 + completion[0] % 5)
+    assert next(run_grpo(trainer, {"a": task}, SHORT)).tasks["a"].optimizer.gradient_norm > 0
+
+
+def test_a_run_goes_on_where_one_has_ended(pair):
+    engine, trainer = pair()
+    found = []
+    for parts in ([(0, 3)], [(0, 1), (1, 2)]):
+        add(trainer, "a")
+        seen = []
+        for start, steps in parts:
+            config = dataclasses.replace(SHORT, steps=steps)
+            for report in run_grpo(trainer, {"a": GrpoTask(PROMPTS, even)}, config, start=start):
+                prompts = [c.prompt_token_ids for c in report.tasks["a"].completions]
+                seen.append((report.step, prompts))
+        found.append((seen, state(trainer, engine, "a")))
+        trainer.remove_adapter("a")
+        engine.unload_adapter("a")
+    (whole, arrays_of_whole), (parts, arrays_of_parts) = found
+    assert whole == parts and [step for step, _ in whole] == [1, 2, 3]
+    assert same(arrays_of_whole, arrays_of_parts)
+
+
+def test_a_run_begins_without_a_gradient(pair):
+    """A step that failed has left one."""
+
+    def broken(steps):
+        raise ValueError("a schedule that is none")
+
+    engine, trainer = pair()
+    norms = []
+    for first in (None, broken):
+        add(trainer, "a")
+        tasks = {"a": GrpoTask(PROMPTS, even)}
+        if first:
+            with pytest.raises(ValueError, match="a schedule"):
+                next(run_grpo(trainer, tasks, dataclasses.replace(SHORT, learning_rate=first)))
+        report = next(run_grpo(trainer, tasks, SHORT))
+        norms.append(report.tasks["a"].optimizer.gradient_norm)
+        trainer.remove_adapter("a")
+        engine.unload_adapter("a")
+    assert norms[0] == norms[1] > 0
+    with pytest.raises(AdapterError, match="in training"):
+        trainer.zero_gradients(["a"])
+
+
+def test_completions_that_may_be_too_long_for_the_trainer(pair, monkeypatch):
+    engine, trainer = pair()
+    add(trainer, "a")
+    monkeypatch.setattr(type(trainer), "longest", 12)
+    with pytest.raises(RequestError, match="no sequence as long") as caught:
+        run_grpo(trainer, {"a": GrpoTask(PROMPTS, even)}, SHORT)
+    assert caught.value.key == "tasks['a'].prompts[2]"
 
 
 def test_bad_runs_are_refused_at_once(pair):
@@ -119,13 +189,22 @@ def test_bad_runs_are_refused_at_once(pair):
         ("loss", "cross_entropy"),
         ("loss", "dpo"),
         ("loss", print),
+        ("loss_options", None),
     ):
         with pytest.raises(RequestError) as caught:
             run_grpo(trainer, good, GrpoConfig(**{key: value}))
         assert caught.value.key == key
-    for tasks in ({}, None, {"a": even}, {"a": GrpoTask([], even)}, {"a": GrpoTask("text", even)}):
+    no_tasks = [GrpoTask(prompts, even) for prompts in ([], "text", None, iter(PROMPTS))]
+    for task in (even, *no_tasks, GrpoTask(PROMPTS, 3)):
+        with pytest.raises(RequestError, match="no task"):
+            run_grpo(trainer, {"a": task})
+    for tasks in ({}, None):
         with pytest.raises(RequestError):
             run_grpo(trainer, tasks)
+    for start in (-1, 1.0, None):
+        with pytest.raises(RequestError) as caught:
+            run_grpo(trainer, good, start=start)
+        assert caught.value.key == "start"
     with pytest.raises(RequestError, match="no such option"):
         run_grpo(trainer, good, GrpoConfig(loss_options={"wat": 1.0}))
     for prompts, config in (([[5], [99999]], SHORT), ([[5], [7]], GrpoConfig(max_tokens=5000))):

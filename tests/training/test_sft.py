@@ -183,6 +183,23 @@ def test_losses_fall_and_every_bit_is_repeated(pair):
     assert other != reports
 
 
+def test_a_run_begins_without_a_gradient(pair):
+    engine, trainer = pair()
+    data, config, norms = examples(4), SftConfig(batch_tokens=10**6), []
+    for failed in (False, True):
+        trainer.add_adapter("a", LoraConfig(rank=1))
+        if failed:
+            run = run_sft(
+                trainer, "a", data, dataclasses.replace(config, learning_rate=lambda steps: np.nan)
+            )
+            with pytest.raises(RequestError, match="out of range"):
+                next(run)
+        norms.append(next(run_sft(trainer, "a", data, config)).gradient_norm)
+        trainer.remove_adapter("a")
+        engine.unload_adapter("a")
+    assert norms[0] == norms[1] > 0
+
+
 def test_the_loss_is_a_mean_over_what_is_learned(pair):
     engine, trainer = pair()
     trainer.add_adapter("a", LoraConfig(rank=1))
