@@ -65,14 +65,32 @@ def mesh_axes(mesh: Mesh | None) -> MeshAxes:
     return MeshAxes(**{name: name for name in mesh.axis_names if name in SUPPORTED_AXES})
 
 
-def mesh_of(sizes: Mapping[str, int] | None) -> Mesh | None:
-    """A mesh of the first devices, from how many there are along each axis; None for None.
+def mesh_of(mesh: Mesh | Mapping[str, int] | None) -> Mesh | None:
+    """The mesh that everything here is written for: with automatic axes; None for None.
+
+    `jax.make_mesh` makes explicit axes, under which each operation would have to name its
+    output's sharding.
+
+    Args:
+      mesh: of devices; or how many of the first devices there are along each axis, by its name.
 
     Raises:
-      ConfigError: there are not so many devices.
+      ConfigError: it is neither, or there are not so many devices.
     """
-    if sizes is None:
+    if mesh is None:
         return None
+    if isinstance(mesh, Mapping):
+        mesh = _of_first_devices(mesh)
+    if not isinstance(mesh, Mesh):
+        raise _no_mesh(mesh)
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
+def _of_first_devices(sizes: Mapping[str, int]) -> Mesh:
+    if not all(isinstance(axis, str) for axis in sizes):
+        raise _no_mesh(sizes)
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise _no_mesh(sizes)
     count, devices = math.prod(sizes.values()), jax.devices()
     if count > len(devices):
         raise ConfigError(
@@ -82,16 +100,16 @@ def mesh_of(sizes: Mapping[str, int] | None) -> Mesh | None:
             found=str(dict(sizes)),
             hint="use a smaller mesh; JAX_NUM_CPU_DEVICES makes several devices of a CPU",
         )
-    return automatic(jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices[:count]))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices[:count])
 
 
-def automatic(mesh: Mesh | None) -> Mesh | None:
-    """The same devices and names with automatic axes, which everything here is written for.
-
-    `jax.make_mesh` makes explicit axes, under which each operation would have to name its
-    output's sharding.
-    """
-    return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
+def _no_mesh(found: object) -> ConfigError:
+    return ConfigError(
+        "this is no mesh of devices",
+        key="mesh",
+        expected='a jax.sharding.Mesh, or sizes of its axes such as {"expert": 2, "tensor": 4}',
+        found=f"{type(found).__name__}: {found!r}"[:200],
+    )
 
 
 def axis_size(mesh: Mesh | None, name: str) -> int:

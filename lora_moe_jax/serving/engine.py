@@ -23,7 +23,7 @@ from lora_moe_jax.errors import AdapterError, RequestError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, load_model
 from lora_moe_jax.models.decoder import Decoder
-from lora_moe_jax.parallel.mesh import automatic
+from lora_moe_jax.parallel.mesh import mesh_of
 from lora_moe_jax.serving.compile_cache import use_compile_cache
 from lora_moe_jax.serving.compile_guard import compile_count, no_compile
 from lora_moe_jax.serving.intake import Intake, Prompt
@@ -101,7 +101,7 @@ class Engine:
         max_rank: int | Mapping[int, int] = 32,
         target_modules: Sequence[str] | None = None,
         shared_outer: bool = False,
-        mesh: Mesh | None = None,
+        mesh: Mesh | Mapping[str, int] | None = None,
         max_requests: int = 8,
         max_length: int | None = None,
         page_size: int = 16,
@@ -128,7 +128,8 @@ class Engine:
             target; all of them by default. Others get no slots and cost nothing.
           shared_outer: keep one outer factor for all experts of a layer; only adapters that
             share theirs can then be loaded.
-          mesh: devices to split over, with axes named "tensor" and "expert".
+          mesh: devices to split over, with axes named "tensor" and "expert"; or how many of the
+            first devices there are along each, such as `{"tensor": 2}`.
           max_requests: requests that run at the same time.
           max_length: most tokens of one request, prompt and output together. Default: 1024, or
             what the model was made for if that is less.
@@ -170,7 +171,7 @@ class Engine:
           CheckpointError: the weights are damaged or do not belong to the configuration.
         """
         use_compile_cache()
-        config, mesh = read_config(folder), automatic(mesh)
+        config, mesh = read_config(folder), mesh_of(mesh)
         options = EngineOptions.resolve(
             config,
             dtype=dtype,

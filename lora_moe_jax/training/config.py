@@ -15,6 +15,7 @@ from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.adapters.sites import aliases
 from lora_moe_jax.adapters.targets import Targets
 from lora_moe_jax.errors import AdapterError
+from lora_moe_jax.training.named_modules import check_named
 
 INITS = ("default", "gaussian")
 ALL_LINEAR = "all-linear"
@@ -58,10 +59,12 @@ class LoraConfig:
         for key, value in alphas.items():
             if type(value) not in (int, float) or not abs(value) <= LARGEST:
                 raise _wrong(key, f"a number of at most {LARGEST:g}", value)
-        if self.init not in INITS:
+        if not isinstance(self.init, str) or self.init not in INITS:
             raise _wrong("init", f"one of {INITS}", self.init)
         if type(self.seed) is not int or self.seed < 0:
             raise _wrong("seed", "an integer of at least 0", self.seed)
+        if not isinstance(self.use_rslora, bool | np.bool_):
+            raise _wrong("use_rslora", "True or False", self.use_rslora)
         return AdapterConfig(
             r=self.rank,
             lora_alpha=self.alpha,
@@ -101,26 +104,33 @@ class PairShape:
     scaling: np.ndarray
 
 
-def pair_shapes(config: LoraConfig, bank: Bank) -> dict[str, PairShape]:
+def pair_shapes(
+    config: LoraConfig, bank: Bank, projections: Mapping[str, Projection]
+) -> dict[str, PairShape]:
     """The pairs of an adapter, by projection name.
 
+    Args:
+      projections: the base model's, also those without slots in the bank.
+
     Raises:
-      AdapterError: a field is out of range, a target is none of the engine's, or a rank is above
-        the bank's.
+      AdapterError: a field is out of range, a name or pattern means no projection of the model, a
+        target has no slots, all targets are excluded, or a rank is above the bank's.
     """
     peft = config.peft()
     targets = Targets(peft, None)
+    check_named(peft, projections, bank.projections)
     found = {}
     for name, projection in bank.projections.items():
         wanted = [_wanted(targets, projection, group) for group in range(projection.groups)]
         if any(wanted):
             found[name] = _pair_shape(targets, projection, wanted, bank)
-    named = peft.target_modules if isinstance(peft.target_modules, tuple) else ()
-    for target in named:
-        if not any(_matches(target, projection) for projection in bank.projections.values()):
-            raise _no_target(target, bank)
     if not found:
-        raise _no_target(config.target_modules, bank)
+        raise AdapterError(
+            "all that the adapter targets is excluded",
+            key="exclude_modules",
+            expected="fewer names",
+            found=repr(config.exclude_modules)[:200],
+        )
     return found
 
 
@@ -130,12 +140,6 @@ def _wanted(targets: Targets, projection: Projection, group: int) -> bool:
         linear = projection.kind in ("linear", "expert")
         return linear and not any(map(targets.excludes, names))
     return any(map(targets.module, names)) and not any(map(targets.excludes, names))
-
-
-def _matches(target: str, projection: Projection) -> bool:
-    rule = Targets(AdapterConfig(target_modules=(target,)), None)
-    names = (name for group in range(projection.groups) for name in aliases(projection, group))
-    return any(map(rule.module, names))
 
 
 def _pair_shape(
@@ -175,13 +179,13 @@ def _pair_shape(
 
 
 def _of(key: str, pattern: Mapping[str, object]) -> dict[str, object]:
-    if not isinstance(pattern, Mapping):
+    if not isinstance(pattern, Mapping) or not all(isinstance(name, str) for name in pattern):
         raise _wrong(key, "a mapping from regular expressions to numbers", pattern)
     return {f"{key}[{name!r}]": value for name, value in pattern.items()}
 
 
 def _names(key: str, value: object) -> tuple[str, ...] | str:
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         return value
     if isinstance(value, tuple | list) and all(isinstance(name, str) and name for name in value):
         return tuple(value)
@@ -191,15 +195,4 @@ def _names(key: str, value: object) -> tuple[str, ...] | str:
 def _wrong(key: str, expected: str, found: object) -> AdapterError:
     return AdapterError(
         "a field of LoraConfig is wrong", key=key, expected=expected, found=repr(found)[:200]
-    )
-
-
-def _no_target(target: object, bank: Bank) -> AdapterError:
-    leaves = sorted({name.rpartition(".")[2] for name in bank.projections})
-    return AdapterError(
-        "the engine has no slots for what the adapter targets",
-        key="target_modules",
-        expected=f"names among {leaves}",
-        found=repr(target)[:200],
-        hint="build the engine with target_modules that include it",
     )

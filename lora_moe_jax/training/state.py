@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from lora_moe_jax.adapters import check_name
+from lora_moe_jax.adapters import Projection, check_name
 from lora_moe_jax.adapters.bank import Bank
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import AdapterError, CheckpointError, RequestError
@@ -146,11 +146,13 @@ class SavedState:
                     "build the engine with the base model that was trained on",
                 )
 
-    def shapes(self, name: str, bank: Bank) -> dict[str, PairShape]:
+    def shapes(
+        self, name: str, bank: Bank, projections: Mapping[str, Projection]
+    ) -> dict[str, PairShape]:
         """Of the adapter's pairs. Raises CheckpointError if the bank has no place for one."""
         adapter = self.adapters[name]
         try:
-            found = pair_shapes(adapter.config, bank)
+            found = pair_shapes(adapter.config, bank, projections)
         except AdapterError as error:
             key = f"adapters.{name}.config: {error.key}"
             raise self._wrong(key, error.expected, error.found, error.hint, error.message) from None

@@ -102,16 +102,9 @@ class Trainer:
           progress: show a bar on stderr while functions are compiled.
 
         Raises:
-          ConfigError: the engine has no slots or is split over devices, or a size is out of range.
+          ConfigError: the engine has no slots or was built with a mesh, or a size is out of range.
         """
-        arrays = engine.arrays
-        if arrays.mesh is not None or engine.options.max_adapters == 0:
-            raise ConfigError(
-                "this engine cannot train",
-                key="mesh" if arrays.mesh is not None else "max_adapters",
-                expected="an engine with adapter slots on one device",
-                found=arrays.mesh if arrays.mesh is not None else 0,
-            )
+        _check_engine(engine)
         length = engine.options.max_length
         buckets = buckets_of((length, 4 * length) if token_buckets is None else token_buckets)
         page, slots = engine.options.page_size, engine.options.max_adapters
@@ -121,7 +114,7 @@ class Trainer:
             for size in buckets
             for count in copy_counts(slots)
         ]
-        self._pass = ModelPass(arrays, sizes, progress)
+        self._pass = ModelPass(engine.arrays, sizes, progress)
         self._optimizer = Optimizer(optimizer or optax.scale_by_adam(), engine.options.dtype)
         self._adapters: dict[str, Training] = {}
         self._projections: dict[str, Projection] | None = None
@@ -143,7 +136,7 @@ class Trainer:
                 "an adapter is trained from a LoraConfig", key="config", found=type(config).__name__
             )
         self._check_new(name)
-        stacks = Stacks(pair_shapes(config, engine.bank))
+        stacks = Stacks(pair_shapes(config, engine.bank, self._every_projection()))
         masters = initial_masters(config, stacks, engine.bank.projections)
         state = self._placed((masters, self._optimizer.init(masters)))
         training = Training(config, stacks, *state)
@@ -276,7 +269,7 @@ class Trainer:
         stacks, likes = {}, {}
         for name, adapter in saved.adapters.items():
             trainer._check_new(name)
-            stacks[name] = Stacks(saved.shapes(name, engine.bank))
+            stacks[name] = Stacks(saved.shapes(name, engine.bank, trainer._every_projection()))
             masters = stacks[name].like()
             moments = jax.eval_shape(trainer._optimizer.init, masters)
             like = {"masters": masters, "moments": moments, "gradients": masters}
@@ -488,6 +481,21 @@ class Trainer:
             model = abstract_model(self._engine.config, dtype=options.dtype, adapters=slots)
             self._projections = projections(model)
         return self._projections
+
+
+def _check_engine(engine: Engine) -> None:
+    if engine.options.max_adapters == 0:
+        hint = "build the engine with a larger max_adapters"
+        raise _cannot_train("max_adapters", "at least 1, for adapter slots", 0, hint)
+    if (mesh := engine.arrays.mesh) is not None:
+        hint = "build the engine without a mesh, even one of one device"
+        raise _cannot_train("mesh", "an engine without a mesh", dict(mesh.shape), hint)
+
+
+def _cannot_train(key: str, expected: str, found: object, hint: str) -> ConfigError:
+    return ConfigError(
+        "this engine cannot train", key=key, expected=expected, found=found, hint=hint
+    )
 
 
 def _state_of(training: Training) -> AdapterState:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from lora_moe_jax import ConfigError, Engine, SamplingParams
 from lora_moe_jax.config.reader import read_config
+from lora_moe_jax.parallel.mesh import mesh_of
 from lora_moe_jax.parallel.sharding import sharding_rules
 from lora_moe_jax.serving.steps import GRAPHS_WITH_SUMS
 from tests.serving.helpers import bits, greedy, prompts, sampled
@@ -116,6 +117,31 @@ def test_a_mesh_that_does_not_fit_is_refused(family, axes, names):
         Engine.from_pretrained(GOLDEN / family / "base", mesh=make_mesh(axes), **SIZES)
     for name in names:
         assert name in str(refusal.value)
+
+
+def test_a_mesh_by_its_sizes():
+    sizes = {"expert": 2, "tensor": 1}
+    assert mesh_of(sizes) == mesh_of(make_mesh(sizes))
+    assert mesh_of(None) is None
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {},
+        {"tensor": 0},
+        {"tensor": "2"},
+        {"tensor": True},
+        {2: "tensor"},
+        ("tensor", 2),
+        2,
+        jax.sharding.AbstractMesh((2,), ("tensor",)),
+    ],
+)
+def test_what_is_no_mesh_of_devices(mesh):
+    with pytest.raises(ConfigError, match="no mesh of devices") as refusal:
+        Engine.from_pretrained(GOLDEN / "qwen3" / "base", mesh=mesh, **SIZES)
+    assert refusal.value.key == "mesh" and type(mesh).__name__ in refusal.value.found
 
 
 def test_a_width_that_no_layer_has_need_not_be_divided(tmp_path):

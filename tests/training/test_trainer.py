@@ -272,6 +272,9 @@ def test_bad_adapters_and_steps(pair):
         ("b", LoraConfig(rank=1, target_modules="(")),
         ("b", LoraConfig(rank=1, target_modules=[])),
         ("b", LoraConfig(rank=1, rank_pattern={"o_proj": "two"})),
+        ("b", LoraConfig(rank=1, rank_pattern={"oproj": 2})),
+        ("b", LoraConfig(rank=1, exclude_modules=["oproj"])),
+        ("b", LoraConfig(rank=1, target_modules=["o_proj"], exclude_modules=["o_proj"])),
         ("b", {"rank": 1}),
     ):
         with pytest.raises(AdapterError):
@@ -335,6 +338,17 @@ def test_an_interrupt_waits_for_the_end_of_a_step(pair, monkeypatch):
     (info,) = trainer.adapters()
     assert info.steps == 1 and not trainer._adapters["a"].stale
     assert engine.adapters()[0].version == info.version
+
+
+def test_an_engine_with_a_mesh_cannot_train():
+    from tests.adapters.tables import GOLDEN
+    from tests.training.conftest import ENGINE
+
+    base = GOLDEN / "qwen3" / "base"
+    engine = Engine.from_pretrained(base, dtype="float32", mesh={"tensor": 1}, **ENGINE)
+    with pytest.raises(ConfigError, match="this engine cannot train") as error:
+        Trainer(engine)
+    assert error.value.key == "mesh" and "without a mesh" in error.value.hint
 
 
 def check_training(batch, steps: int, modules, **options):
