@@ -277,7 +277,6 @@ class Engine:
     def _host_copy(self, source: str | os.PathLike | Adapter) -> Adapter:
         """An adapter as the pool keeps it, which fits the bank. Any thread may make one."""
         adapter = self._read_adapter(source)
-        self.bank.check(adapter)
         folder = self.options.adapter_disk
         return adapter if folder is None else on_disk(adapter, folder)
 
@@ -375,17 +374,22 @@ class Engine:
             )
 
     def _read_adapter(self, source: str | os.PathLike | Adapter) -> Adapter:
+        """An adapter of its own in host memory, which fits the bank."""
         if isinstance(source, Adapter):
             check_adapter(source, self.bank.projections)
-            return source.copied()
-        if not isinstance(source, str | os.PathLike):
+            adapter = source.copied()
+        elif isinstance(source, str | os.PathLike):
+            rank = self.options.max_rank
+            adapter = read_adapter(source, self.bank.projections, max_rank=rank)
+        else:
             raise AdapterError(
                 "an adapter comes from a folder or from an Adapter",
                 key="source",
                 expected="a path or an Adapter",
                 found=type(source).__name__,
             )
-        return read_adapter(source, self.bank.projections, max_rank=self.options.max_rank)
+        self.bank.check(adapter)
+        return adapter
 
     @uninterrupted()
     def unload_adapter(self, name: str, when_busy: Literal["refuse", "finish"] = "refuse") -> None:

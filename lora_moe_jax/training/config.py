@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +15,7 @@ from lora_moe_jax.adapters.sites import aliases
 from lora_moe_jax.adapters.targets import Targets
 from lora_moe_jax.errors import AdapterError
 from lora_moe_jax.training.named_modules import check_named
+from lora_moe_jax.training.pair_shape import PairShape
 
 INITS = ("default", "gaussian")
 ALL_LINEAR = "all-linear"
@@ -75,34 +75,6 @@ class LoraConfig:
             alpha_pattern=dict(self.alpha_pattern),
         )
 
-    def to_json(self) -> dict[str, object]:
-        """The fields as JSON has them, for `from_json`."""
-        patterns = {key: dict(getattr(self, key)) for key in ("rank_pattern", "alpha_pattern")}
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | patterns | {"use_rslora": bool(self.use_rslora)}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, object]) -> LoraConfig:
-        """The configuration again. Raises AdapterError for a value out of range."""
-        config = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-        config.peft()
-        return config
-
-
-@dataclass(frozen=True)
-class PairShape:
-    """Sizes of a pair of factors.
-
-    Attributes:
-      a, b: shapes `[groups or 1, rank, in]` and `[groups or 1, rank, out]`.
-      ranks, scaling: int32 and float32 `[groups or 1]`, as in `LoraPair`.
-    """
-
-    a: tuple[int, int, int]
-    b: tuple[int, int, int]
-    ranks: np.ndarray
-    scaling: np.ndarray
-
 
 def pair_shapes(
     config: LoraConfig, bank: Bank, projections: Mapping[str, Projection]
@@ -150,32 +122,7 @@ def _pair_shape(
     scaling = [
         targets.scaling(name) if rank else 0 for name, rank in zip(names, ranks, strict=True)
     ]
-    rank, name, slot = max(ranks), projection.name, bank.like(projection.name)
-    if rank > bank.max_rank:
-        raise AdapterError(
-            "the adapter's rank is above the bank's",
-            key=name,
-            expected=f"at most {bank.max_rank}",
-            found=rank,
-            hint="build the engine with a larger max_rank",
-        )
-    b_groups = slot.b.shape[0] if hasattr(slot, "b") else 1  # kv_b's factors are whole
-    a_groups = slot.a.shape[0]
-    if min(a_groups, b_groups) < projection.groups and len(set(ranks)) > 1:
-        raise AdapterError(
-            "experts that share a factor must have one rank",
-            key=name,
-            expected="the same rank for every expert",
-            found=sorted(set(ranks)),
-            hint="leave experts out of rank_pattern, or build the engine with shared_outer=False",
-        )
-    count = max(a_groups, b_groups)
-    return PairShape(
-        (a_groups, rank, projection.in_features),
-        (b_groups, rank, projection.out_features),
-        np.asarray(ranks[:count], np.int32),
-        np.asarray(scaling[:count], np.float32),
-    )
+    return PairShape.of(projection.name, ranks, scaling, bank)
 
 
 def _of(key: str, pattern: Mapping[str, object]) -> dict[str, object]:

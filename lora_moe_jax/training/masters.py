@@ -17,7 +17,8 @@ import numpy as np
 
 from lora_moe_jax.adapters.bank import Place
 from lora_moe_jax.adapters.projection import Projection
-from lora_moe_jax.training.config import LoraConfig, PairShape
+from lora_moe_jax.training.config import LoraConfig
+from lora_moe_jax.training.pair_shape import PairShape
 
 
 class Master(NamedTuple):
@@ -99,19 +100,21 @@ def _first_values(
     projections: Mapping[str, Projection],
     name: str,
 ) -> Master:
-    """Rows at and past an expert's own rank are zero in both factors.
-
-    Then so are their gradients, and they stay zero.
-    """
     shape, random = shapes[name], np.random.default_rng([config.seed, zlib.crc32(name.encode())])
     if projections[name].kind == "embedding":
         b = random.standard_normal(shape.b, np.float32)
         return Master(np.zeros(shape.a, np.float32), b)
     a = _random(random, shape.a, config.init)
-    inside = np.arange(shape.a[1]) < shape.ranks[:, None]
-    if not inside.all():
-        a = np.where(inside[:, :, None], a, np.float32(0))
-    return Master(a, np.zeros(shape.b, np.float32))
+    return Master(within_ranks(a, shape.ranks), np.zeros(shape.b, np.float32))
+
+
+def within_ranks(factor: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """A factor `[groups or 1, rank, …]` with zeros at and past each group's own rank.
+
+    With such rows zero in both factors their gradients are, and they stay zero.
+    """
+    inside = np.arange(factor.shape[1]) < ranks[:, None]
+    return factor if inside.all() else np.where(inside[:, :, None], factor, np.float32(0))
 
 
 def _random(random: np.random.Generator, shape: tuple[int, int, int], init: str) -> np.ndarray:

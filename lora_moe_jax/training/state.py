@@ -11,15 +11,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from lora_moe_jax.adapters import Projection, check_name
+from lora_moe_jax.adapters import check_name
 from lora_moe_jax.adapters.bank import Bank
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import AdapterError, CheckpointError, RequestError
 from lora_moe_jax.strict_json import read_json_object
-from lora_moe_jax.training.config import LoraConfig, PairShape, pair_shapes
+from lora_moe_jax.training.pair_shape import PairShape
 from lora_moe_jax.training.state_folder import DOCUMENT, newest_state, read_arrays
 
-SCHEMA = 2
+SCHEMA = 3
 _NOT_OF_ITS_NUMBERS = ("dtype", "max_position", "bos_token_id", "eos_token_ids")
 
 # An array as the document lists it: its path in a pytree, dtype, and shape.
@@ -55,13 +55,12 @@ class AdapterState(NamedTuple):
     """One adapter in training.
 
     Attributes:
-      projections: that it has pairs for.
+      shapes: of its pairs, by `Projection.name`.
       parts: "masters", "moments" and, if there are any, "gradients"; pytrees of arrays.
     """
 
-    config: LoraConfig
+    shapes: Mapping[str, PairShape]
     steps: int
-    projections: list[str]
     parts: dict[str, object]
 
 
@@ -74,9 +73,11 @@ def trainer_document(
         "model": _facts(model),
         "adapters": {
             name: {
-                "config": adapter.config.to_json(),
+                "pairs": {
+                    projection: {"ranks": shape.ranks.tolist(), "scaling": shape.scaling.tolist()}
+                    for projection, shape in adapter.shapes.items()
+                },
                 "steps": adapter.steps,
-                "projections": adapter.projections,
                 "arrays": {part: _listed(tree) for part, tree in adapter.parts.items()},
             }
             for name, adapter in adapters.items()
@@ -101,12 +102,22 @@ def _facts(model: ModelConfig) -> dict[str, object]:
     return {key: value for key, value in facts.items() if key not in _NOT_OF_ITS_NUMBERS}
 
 
-class SavedAdapter(NamedTuple):
-    """What `trainer.json` says of an adapter."""
+class SavedPair(NamedTuple):
+    """Of each group of a projection, its rank and scaling; 0 if it is not trained."""
 
-    config: LoraConfig
+    ranks: list[int]
+    scaling: list[float]
+
+
+class SavedAdapter(NamedTuple):
+    """What `trainer.json` says of an adapter.
+
+    Attributes:
+      pairs: by `Projection.name`.
+    """
+
+    pairs: dict[str, SavedPair]
     steps: int
-    projections: list[str]
     arrays: dict[str, list[Listed]]
 
 
@@ -146,25 +157,24 @@ class SavedState:
                     "build the engine with the base model that was trained on",
                 )
 
-    def shapes(
-        self, name: str, bank: Bank, projections: Mapping[str, Projection]
-    ) -> dict[str, PairShape]:
+    def shapes(self, name: str, bank: Bank) -> dict[str, PairShape]:
         """Of the adapter's pairs. Raises CheckpointError if the bank has no place for one."""
-        adapter = self.adapters[name]
+        pairs = self.adapters[name].pairs
+        return {its: self._shape(f"adapters.{name}.pairs", its, pairs[its], bank) for its in pairs}
+
+    def _shape(self, at: str, name: str, pair: SavedPair, bank: Bank) -> PairShape:
+        if name not in bank.projections:
+            hint = "build the engine with target_modules that include it"
+            raise self._wrong(at, "projections that the engine has slots for", name, hint)
+        groups = bank.projections[name].groups
+        if len(pair.ranks) != groups:
+            raise self._wrong(f"{at}.{name}", f"{groups} ranks and scalings", len(pair.ranks))
         try:
-            found = pair_shapes(adapter.config, bank, projections)
+            return PairShape.of(name, *pair, bank)
         except AdapterError as error:
-            key = f"adapters.{name}.config: {error.key}"
-            raise self._wrong(key, error.expected, error.found, error.hint, error.message) from None
-        for projection in adapter.projections:
-            if projection not in found:
-                raise self._wrong(
-                    f"adapters.{name}.projections",
-                    "projections that the engine has slots for",
-                    projection,
-                    "build the engine with target_modules that include it",
-                )
-        return {projection: found[projection] for projection in adapter.projections}
+            raise self._wrong(
+                f"{at}.{name}", error.expected, error.found, error.hint, error.message
+            ) from None
 
     def arrays(self, likes: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
         """Reads all arrays.
@@ -207,24 +217,28 @@ class SavedState:
     def _adapter(self, name: str, adapters: dict[str, object]) -> SavedAdapter:
         key = f"adapters.{name}"
         entry = self._field(adapters, name, dict, "adapters.")
-        config = self._field(entry, "config", dict, f"{key}.")
+        try:
+            check_name(name)
+        except AdapterError as error:
+            raise self._wrong(key, error.expected, error.found) from None
+        pairs = self._field(entry, "pairs", dict, f"{key}.")
         steps = self._field(entry, "steps", int, f"{key}.")
         arrays = self._field(entry, "arrays", dict, f"{key}.")
         for part in arrays:
             self._field(arrays, part, list, f"{key}.arrays.")
-        projections = self._field(entry, "projections", list, f"{key}.")
         if not {"masters", "moments"} <= arrays.keys() <= {"masters", "moments", "gradients"}:
             raise self._wrong(f"{key}.arrays", "masters, moments, perhaps gradients", [*arrays])
-        if not all(isinstance(projection, str) for projection in projections):
-            raise self._wrong(f"{key}.projections", "names", projections)
-        fields = [field.name for field in dataclasses.fields(LoraConfig)]
-        if sorted(config) != sorted(fields):
-            raise self._wrong(f"{key}.config", fields, [*config])
-        try:
-            check_name(name)
-            return SavedAdapter(LoraConfig.from_json(config), steps, projections, arrays)
-        except AdapterError as error:
-            raise self._wrong(f"{key}: {error.key}", error.expected, error.found) from None
+        pairs = {projection: self._pair(f"{key}.pairs.", projection, pairs) for projection in pairs}
+        return SavedAdapter(pairs, steps, arrays)
+
+    def _pair(self, at: str, name: str, pairs: dict[str, object]) -> SavedPair:
+        entry = self._field(pairs, name, dict, at)
+        ranks, scaling = (self._field(entry, k, list, f"{at}{name}.") for k in SavedPair._fields)
+        if not all(type(rank) is int and rank >= 0 for rank in ranks) or not any(ranks):
+            raise self._wrong(f"{at}{name}.ranks", "integers of at least 0, one above", ranks)
+        if len(scaling) != len(ranks) or not all(map(_is_float32, scaling)):
+            raise self._wrong(f"{at}{name}.scaling", f"{len(ranks)} numbers", scaling)
+        return SavedPair(ranks, scaling)
 
     def _field(self, found: Mapping[str, object], key: str, kind: type, at: str = "") -> object:
         if type(found.get(key)) is not kind:
@@ -243,6 +257,10 @@ class SavedState:
         return CheckpointError(
             message, file=self.file, key=key, expected=expected, found=found, hint=hint
         )
+
+
+def _is_float32(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= float(np.finfo(np.float32).max)
 
 
 def _by_path(facts: Mapping[str, object], at: str = "") -> dict[str, object]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from lora_moe_jax.adapters import Adapter, LoraPair, check_name, write_adapter
+from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair, check_name, write_adapter
 from lora_moe_jax.adapters.device_params import DeviceParams
 from lora_moe_jax.adapters.entry import AdapterInfo
 from lora_moe_jax.adapters.projection import Projection
@@ -35,6 +35,7 @@ from lora_moe_jax.training.model_pass import ModelPass
 from lora_moe_jax.training.optimizer import Optimizer, Stepped, StepSettings, sums
 from lora_moe_jax.training.pack_slots import copy_counts
 from lora_moe_jax.training.packing import PackSizes
+from lora_moe_jax.training.read_masters import adapter_masters, adapter_shapes
 from lora_moe_jax.training.reports import ForwardBackward, StepReport, TrainingInfo
 from lora_moe_jax.training.state import (
     AdapterState,
@@ -60,7 +61,6 @@ class Training:
       stale: whether the masters have moved since the version was made.
     """
 
-    config: LoraConfig
     stacks: Stacks
     masters: Masters
     moments: optax.OptState
@@ -122,28 +122,46 @@ class Trainer:
 
     # Adapters
 
-    def add_adapter(self, name: str, config: LoraConfig | None = None) -> AdapterInfo:
-        """A new adapter, which the engine serves at once.
+    def add_adapter(
+        self, name: str, source: LoraConfig | Adapter | str | os.PathLike | None = None
+    ) -> AdapterInfo:
+        """An adapter to train, which the engine serves at once.
+
+        Args:
+          source: a `LoraConfig` of a new one; or one that is there already, as
+            `Engine.load_adapter` takes it: its values become the float32 parameters, and what it
+            targets is trained at its own ranks and scalings. Factors that its experts share are
+            trained as one only in an engine with `shared_outer`. Default: `LoraConfig()`.
 
         Raises:
-          AdapterError: the name is taken, the configuration does not fit the engine, or no slot can
-            be had. Nothing has changed then.
+          AdapterError: the name is taken, the source does not fit the engine or could not be served
+            exactly, or no slot can be had. Nothing has changed then.
         """
-        config, engine = LoraConfig() if config is None else config, self._engine
         check_name(name)
-        if not isinstance(config, LoraConfig):
-            raise AdapterError(
-                "an adapter is trained from a LoraConfig", key="config", found=type(config).__name__
-            )
         self._check_new(name)
-        stacks = Stacks(pair_shapes(config, engine.bank, self._every_projection()))
-        masters = initial_masters(config, stacks, engine.bank.projections)
-        state = self._placed((masters, self._optimizer.init(masters)))
-        training = Training(config, stacks, *state)
+        stacks, masters = self._begun(LoraConfig() if source is None else source)
+        training = Training(stacks, *self._placed((masters, self._optimizer.init(masters))))
         with uninterrupted():  # the engine's word and this one's belong together
             info = self._publish(name, training)
             self._adapters[name] = training
         return info
+
+    def _begun(self, source: object) -> tuple[Stacks, Masters]:
+        """Where an adapter's projections lie, and its first values on the host."""
+        engine = self._engine
+        if isinstance(source, LoraConfig):
+            stacks = Stacks(pair_shapes(source, engine.bank, self._every_projection()))
+            return stacks, initial_masters(source, stacks, engine.bank.projections)
+        if not isinstance(source, Adapter | str | os.PathLike):
+            raise AdapterError(
+                "an adapter cannot be trained from this",
+                key="source",
+                expected="a LoraConfig, an adapter's folder, or an Adapter",
+                found=type(source).__name__,
+            )
+        adapter = engine._read_adapter(source)
+        stacks = Stacks(adapter_shapes(adapter, engine.bank))
+        return stacks, adapter_masters(adapter, stacks)
 
     def remove_adapter(self, name: str) -> None:
         """Ends an adapter's training and frees what it has. The engine serves it on.
@@ -192,7 +210,7 @@ class Trainer:
             projection: LoraPair(*master, shapes[projection].scaling, shapes[projection].ranks)
             for projection, master in training.stacks.split(training.masters).items()
         }
-        adapter = Adapter(pairs, "device", training.config.peft())
+        adapter = Adapter(pairs, "device", AdapterConfig())
         write_adapter(folder, adapter, self._every_projection(), layout=layout)
 
     # State
@@ -269,14 +287,14 @@ class Trainer:
         stacks, likes = {}, {}
         for name, adapter in saved.adapters.items():
             trainer._check_new(name)
-            stacks[name] = Stacks(saved.shapes(name, engine.bank, trainer._every_projection()))
+            stacks[name] = Stacks(saved.shapes(name, engine.bank))
             masters = stacks[name].like()
             moments = jax.eval_shape(trainer._optimizer.init, masters)
             like = {"masters": masters, "moments": moments, "gradients": masters}
             likes[name] = {part: like[part] for part in adapter.arrays}
         for name, parts in saved.arrays(likes).items():
-            config, steps = saved.adapters[name].config, saved.adapters[name].steps
-            training = Training(config, stacks[name], **trainer._placed(parts), steps=steps)
+            steps = saved.adapters[name].steps
+            training = Training(stacks[name], **trainer._placed(parts), steps=steps)
             trainer._adapters[name] = training
         trainer._publish_all()
         return trainer, saved.extra
@@ -502,7 +520,7 @@ def _state_of(training: Training) -> AdapterState:
     parts = {"masters": training.masters, "moments": training.moments}
     if training.gradients is not None:
         parts["gradients"] = training.gradients
-    return AdapterState(training.config, training.steps, list(training.stacks.shapes), parts)
+    return AdapterState(training.stacks.shapes, training.steps, parts)
 
 
 def _nbytes(arrays: object) -> int:
