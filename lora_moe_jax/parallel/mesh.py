@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from lora_moe_jax.errors import ConfigError
+from lora_moe_jax.parallel.nccl import check_nccl
 from lora_moe_jax.parallel.ordered_sum import ordered_sum
 
 SUPPORTED_AXES = ("tensor", "expert")
@@ -75,7 +76,7 @@ def mesh_of(mesh: Mesh | Mapping[str, int] | None) -> Mesh | None:
       mesh: of devices; or how many of the first devices there are along each axis, by its name.
 
     Raises:
-      ConfigError: it is neither, or there are not so many devices.
+      ConfigError: it is neither, there are not so many devices, or GPUs would find NCCL too old.
     """
     if mesh is None:
         return None
@@ -83,7 +84,9 @@ def mesh_of(mesh: Mesh | Mapping[str, int] | None) -> Mesh | None:
         mesh = _of_first_devices(mesh)
     if not isinstance(mesh, Mesh):
         raise _no_mesh(mesh)
-    return Mesh(mesh.devices, mesh.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names)
+    check_nccl(mesh)
+    return mesh
 
 
 def _of_first_devices(sizes: Mapping[str, int]) -> Mesh:

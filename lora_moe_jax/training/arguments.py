@@ -8,6 +8,23 @@ import jax
 import numpy as np
 
 from lora_moe_jax.errors import ConfigError, RequestError
+from lora_moe_jax.serving.engine import Engine
+
+
+def check_engine(engine: Engine) -> None:
+    """Raises ConfigError for an engine whose adapters cannot be trained."""
+    if engine.options.max_adapters == 0:
+        hint = "build the engine with a larger max_adapters"
+        raise _cannot_train("max_adapters", "at least 1, for adapter slots", 0, hint)
+    if (mesh := engine.arrays.mesh) is not None:
+        hint = "build the engine without a mesh, even one of one device"
+        raise _cannot_train("mesh", "an engine without a mesh", dict(mesh.shape), hint)
+
+
+def _cannot_train(key: str, expected: str, found: object, hint: str) -> ConfigError:
+    return ConfigError(
+        "this engine cannot train", key=key, expected=expected, found=found, hint=hint
+    )
 
 
 def buckets_of(sizes: object) -> list[int]:

@@ -15,13 +15,14 @@ from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair, check_name, 
 from lora_moe_jax.adapters.device_params import DeviceParams
 from lora_moe_jax.adapters.entry import AdapterInfo
 from lora_moe_jax.adapters.projection import Projection
-from lora_moe_jax.errors import AdapterError, ConfigError, LoraMoeError, RequestError
+from lora_moe_jax.errors import AdapterError, LoraMoeError, RequestError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
 from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.training.arguments import (
     buckets_of,
+    check_engine,
     check_step_settings,
     checked_number,
     names_of,
@@ -104,7 +105,7 @@ class Trainer:
         Raises:
           ConfigError: the engine has no slots or was built with a mesh, or a size is out of range.
         """
-        _check_engine(engine)
+        check_engine(engine)
         length = engine.options.max_length
         buckets = buckets_of((length, 4 * length) if token_buckets is None else token_buckets)
         page, slots = engine.options.page_size, engine.options.max_adapters
@@ -499,21 +500,6 @@ class Trainer:
             model = abstract_model(self._engine.config, dtype=options.dtype, adapters=slots)
             self._projections = projections(model)
         return self._projections
-
-
-def _check_engine(engine: Engine) -> None:
-    if engine.options.max_adapters == 0:
-        hint = "build the engine with a larger max_adapters"
-        raise _cannot_train("max_adapters", "at least 1, for adapter slots", 0, hint)
-    if (mesh := engine.arrays.mesh) is not None:
-        hint = "build the engine without a mesh, even one of one device"
-        raise _cannot_train("mesh", "an engine without a mesh", dict(mesh.shape), hint)
-
-
-def _cannot_train(key: str, expected: str, found: object, hint: str) -> ConfigError:
-    return ConfigError(
-        "this engine cannot train", key=key, expected=expected, found=found, hint=hint
-    )
 
 
 def _state_of(training: Training) -> AdapterState:

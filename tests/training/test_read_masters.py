@@ -55,7 +55,7 @@ def test_the_same_numbers(pair, tmp_path, family, layout):
 
 
 def test_a_saved_adapter_goes_on(pair, tmp_path):
-    """Its tensors, gradients and config are the same; the optimizer's state is that of a new one."""
+    """Its tensors, gradients and config are the same; the optimizer's state is a new one's."""
     engine, trainer = pair()
     add(trainer, engine, "a")
     trainer.save_adapter("a", tmp_path / "a")
