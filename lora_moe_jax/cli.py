@@ -15,7 +15,7 @@ COMMANDS = (demo, generate, score, serve, train, rl, inspect, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a sub-command; returns the exit status (2 for bad input)."""
+    """Runs a sub-command; returns the exit status (2 for bad input, 130 after Ctrl-C)."""
     options = _parser().parse_args(arguments)
     try:
         return options.run(options) or 0
@@ -23,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = f"{type(error).__name__}: {error}"
         plain_console(stderr=True).out(message, style="red", highlight=False)
         return 2
+    except KeyboardInterrupt as interrupt:
+        plain_console(stderr=True).out(str(interrupt) or "interrupted", highlight=False)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

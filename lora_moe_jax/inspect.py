@@ -43,6 +43,7 @@ def inspect_folder(
             "there is no such folder",
             file=folder,
             expected="a folder with config.json (a model) or adapter_config.json (an adapter)",
+            found="a file" if folder.is_file() else "nothing",
         )
 
 

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from lora_moe_jax.cli import main
+from lora_moe_jax.commands import demo
 from lora_moe_jax.commands.options import mesh_sizes, ranks
 from lora_moe_jax.pocket import ADAPTERS, BASE
 
@@ -65,7 +66,10 @@ def test_inspect(capsys):
     assert main(["inspect", str(ADAPTERS["prose"])]) == 0
     assert "packed" in capsys.readouterr().out
     assert main(["inspect", str(BASE)]) == 0
-    assert "deepseek_v3" in capsys.readouterr().out
+    of_folder = capsys.readouterr().out
+    assert "deepseek_v3" in of_folder
+    assert main(["inspect", "pocket"]) == 0
+    assert capsys.readouterr().out == of_folder
 
 
 def test_inspect_takes_names_as_they_are(capsys, tmp_path):
@@ -89,6 +93,16 @@ def test_generate_shows_text_as_it_is(capsys):
     assert prompt in capsys.readouterr().out
 
 
+def test_an_interrupt_is_one_line_and_status_130(capsys, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    assert main(["demo"]) == 130
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "interrupted\n")
+
+
 def test_a_model_that_is_not_there(capsys, tmp_path):
     assert main(["score", "--model", str(tmp_path / "Qwen:m:"), "--text", "x"]) == 2
     error = capsys.readouterr().err
@@ -97,7 +111,10 @@ def test_a_model_that_is_not_there(capsys, tmp_path):
 
 def test_bad_input_is_one_message_and_status_2(capsys, tmp_path):
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no such folder" in error and "found: nothing" in error
+    assert main(["inspect", __file__]) == 2
+    assert "found: a file" in capsys.readouterr().err
     assert main(["inspect", str(ADAPTERS["tester"]), "--max-rank", "4"]) == 2
     assert "AdapterError" in capsys.readouterr().err
     assert main(["generate", "--prompt", "x", "--use", "nobody"]) == 2

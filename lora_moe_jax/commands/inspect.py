@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from lora_moe_jax.commands.console import plain_console
 from lora_moe_jax.commands.options import MODEL_HELP, model_folder, natural, positive
@@ -11,7 +10,7 @@ from lora_moe_jax.commands.options import MODEL_HELP, model_folder, natural, pos
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("inspect", help="what is in an adapter or checkpoint folder")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", help="adapter folder, " + MODEL_HELP)
     parser.add_argument("--model", default="pocket", help="the adapter's base: " + MODEL_HELP)
     parser.add_argument("--max-rank", type=positive, default=32, help="rank of a slot (default 32)")
     parser.add_argument("--max-adapters", type=natural, default=8, help="slots (default 8)")
@@ -21,5 +20,5 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> None:
     from lora_moe_jax.inspect import inspect_folder
 
-    base = model_folder(options.model)
-    inspect_folder(plain_console(), options.folder, base, options.max_rank, options.max_adapters)
+    folder, base = model_folder(options.folder), model_folder(options.model)
+    inspect_folder(plain_console(), folder, base, options.max_rank, options.max_adapters)

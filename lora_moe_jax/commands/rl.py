@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from lora_moe_jax.commands.console import wide_console
 from lora_moe_jax.commands.options import natural, positive
@@ -14,10 +15,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--steps", type=positive, default=30, help="(default 30)")
     parser.add_argument("--seed", type=natural, default=0)
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the adapters, each in a folder of its name"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     from lora_moe_jax.training.rl_demo import run_rl
 
-    run_rl(wide_console(), options.steps, options.seed)
+    run_rl(wide_console(), options.steps, options.seed, options.out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -14,14 +13,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.errors import AdapterError, RequestError
 from lora_moe_jax.serving.engine import Engine
+from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.serving.options import DEFAULT_MAX_LENGTH
 from lora_moe_jax.serving.text import TextCodec
 from lora_moe_jax.training.config import LoraConfig
 from lora_moe_jax.training.curve import sparkline
 from lora_moe_jax.training.data_order import DataOrder
+from lora_moe_jax.training.out_folder import check_out
 from lora_moe_jax.training.sft import SftConfig, SftReport, count_steps, run_sft
 from lora_moe_jax.training.sft_data import Example, read_examples
 from lora_moe_jax.training.trainer import Trainer
+from lora_moe_jax.training.whole_steps import WholeSteps
 
 LOSS_FILE = "loss.json"
 NAME = "adapter"  # in this engine, which nobody else sees
@@ -45,8 +47,9 @@ def train_adapter(
       AdapterError, CheckpointError, ConfigError, RequestError: what is wrong with the model, the
         data or the settings.
       RequestError: the last gradient was not finite; adapter and losses are written all the same.
+      KeyboardInterrupt: Ctrl-C came; adapter and losses of the steps that had ended are written.
     """
-    _check_out(out)
+    check_out(out)
     lora.peft()  # refuses what is out of range before anything is built, as this does with data
     examples = _examples(model, data, max_length)
     engine = Engine.from_pretrained(
@@ -64,36 +67,19 @@ def train_adapter(
     trainer = Trainer(engine, token_buckets=(bucket,))
     trainer.add_adapter(NAME, lora)
     order = DataOrder(len(examples), seed)
-    reports = _train(console, trainer, examples, config, order)
-    trainer.save_adapter(NAME, out)
-    _write_losses(out / LOSS_FILE, reports, order)
-    losses = [report.loss for report in reports]
-    console.print(f"loss  {losses[0]:.4f}  {sparkline(losses)}  {losses[-1]:.4f}", highlight=False)
-    console.out(f"adapter and {LOSS_FILE} are in {out}", highlight=False)
-    _check_reports(console, reports, out)
-    return reports
-
-
-def _check_out(out: Path) -> None:
-    """Refuses a folder that is there already, or cannot be made, before anything is trained."""
-    if out.exists() or out.is_symlink():
-        raise AdapterError(
-            "there is something already where the adapter goes",
-            file=out,
-            expected="a new folder",
-            hint="choose another --out, or remove it",
-        )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryDirectory(dir=out.parent).cleanup()
-    except OSError as cause:
-        raise AdapterError(
-            "the adapter could not be written there",
-            file=out,
-            expected="a folder that can be made",
-            found=str(cause),
-            hint="choose another --out",
-        ) from cause
+    steps = count_steps(examples, order, config)
+    run = WholeSteps(run_sft(trainer, NAME, examples, config, order))
+    _train(console, run, steps)
+    with uninterrupted():  # a second Ctrl-C would come between the files
+        trainer.save_adapter(NAME, out)
+        _write_losses(out / LOSS_FILE, run.reports, order)
+        _print_losses(console, run.reports, out)
+    if run.interrupted:
+        _print_skipped(console, run.reports)
+        done = f"{len(run.reports)} of {steps} steps"
+        raise KeyboardInterrupt(f"interrupted after {done}; saved in {out}")
+    _check_reports(console, run.reports, out)
+    return run.reports
 
 
 def _examples(model: Path, data: Path, max_length: int | None) -> list[Example]:
@@ -107,22 +93,12 @@ def _examples(model: Path, data: Path, max_length: int | None) -> list[Example]:
     return read_examples(data, codec, ends[0] if ends else None, longest)
 
 
-def _train(
-    console: Console,
-    trainer: Trainer,
-    examples: list[Example],
-    config: SftConfig,
-    order: DataOrder,
-) -> list[SftReport]:
-    reports = []
-    run = run_sft(trainer, NAME, examples, config, order)
+def _train(console: Console, run: WholeSteps[SftReport], steps: int) -> None:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
-        task = bar.add_task("compiling", total=count_steps(examples, order, config))
+    with run, Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task("compiling", total=steps)
         for report in run:
-            reports.append(report)
             bar.update(task, advance=1, description=f"loss {report.loss:.4f}")
-    return reports
 
 
 def _write_losses(file: Path, reports: list[SftReport], order: DataOrder) -> None:
@@ -144,10 +120,16 @@ def _finite(fields: dict[str, object]) -> dict[str, object]:
     return {key: None if is_lost(value) else value for key, value in fields.items()}
 
 
+def _print_losses(console: Console, reports: list[SftReport], out: Path) -> None:
+    losses = [report.loss for report in reports]
+    console.print(f"loss  {losses[0]:.4f}  {sparkline(losses)}  {losses[-1]:.4f}", highlight=False)
+    console.out(f"adapter and {LOSS_FILE} are in {out}", highlight=False)
+
+
 def _check_reports(console: Console, reports: list[SftReport], out: Path) -> None:
     """Says how many steps were skipped; where the last one was, it refuses to call it a success."""
-    skipped = sum(report.skipped for report in reports)
     if reports[-1].skipped:
+        skipped = sum(report.skipped for report in reports)
         raise RequestError(
             "the training diverged: gradients were not finite, and these steps changed nothing",
             file=out / LOSS_FILE,
@@ -156,6 +138,11 @@ def _check_reports(console: Console, reports: list[SftReport], out: Path) -> Non
             found=f"{skipped} of {len(reports)} steps",
             hint="choose a smaller --learning-rate",
         )
+    _print_skipped(console, reports)
+
+
+def _print_skipped(console: Console, reports: list[SftReport]) -> None:
+    skipped = sum(report.skipped for report in reports)
     if skipped:
         said = f"{skipped} of {len(reports)} steps changed nothing: their gradients were not finite"
         console.print(said, style="yellow", highlight=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -42,6 +43,14 @@ def small_pair(tmp_path_factory) -> tuple[Engine, Trainer]:
     model = random_model(config, dtype="float32", adapters=slots)
     engine = Engine.from_model(model, None, options)
     return engine, Trainer(engine, token_buckets=BUCKETS, progress=True)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Sends it; also where the tests run in the background of a shell, which ignores it there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

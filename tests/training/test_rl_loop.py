@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +15,9 @@ from rich.console import Console
 
 from lora_moe_jax import AdapterError, RequestError
 from lora_moe_jax.cli import main
-from lora_moe_jax.training import GrpoConfig, GrpoTask, LoraConfig, run_grpo
+from lora_moe_jax.training import GrpoConfig, GrpoTask, LoraConfig, rl_demo, run_grpo
 from lora_moe_jax.training.rl_demo import run_rl
+from lora_moe_jax.training.rl_loop import GrpoReport, TaskReport
 from tests.training.helpers import arrays, same, state
 
 PROMPTS = [[5, 9, 40], [7], [100, 3, 3, 21, 80]]
@@ -227,14 +231,87 @@ def test_command(capsys):
         assert end.value.code == 2
 
 
-@pytest.mark.slow
-def test_demo():
+def test_folders_that_are_there_are_refused_at_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rl_demo, "Engine", None)  # it is not asked for one
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "file").touch()
+    for out in (tmp_path, tmp_path / "file"):
+        assert main(["rl", "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert "AdapterError" in error and str(out) in error and "choose another --out" in error
+
+
+def fake_report(step: int) -> GrpoReport:
+    rewards, optimizer = np.full((1, 2), step, np.float32), SimpleNamespace(gradient_norm=12.3456)
+    completions = [SimpleNamespace(text="import os" * 20)]
+    task = TaskReport(rewards, completions, 0.0, 0.0, -0.1, optimizer)
+    return GrpoReport(step, dict.fromkeys(rl_demo.GOALS, task))
+
+
+@pytest.fixture
+def saved(monkeypatch) -> list[Path]:
+    """Folders that the command writes, with neither engine nor trainer behind it."""
+    folders = []
+    trainer = SimpleNamespace(
+        add_adapter=lambda *_: None, save_adapter=lambda name, folder: folders.append(folder)
+    )
+    monkeypatch.setattr(rl_demo.Engine, "from_pretrained", lambda *_, **__: None)
+    monkeypatch.setattr(rl_demo, "Trainer", lambda *_, **__: trainer)
+    monkeypatch.setattr(rl_demo, "_share", lambda *_: even)
+    return folders
+
+
+def interrupted_in(step: int, ctrl_c: Callable[[], None]) -> Callable[..., Iterator[GrpoReport]]:
+    def run(*_: object) -> Iterator[GrpoReport]:
+        for number in range(1, 31):
+            if number == step:
+                ctrl_c()
+            yield fake_report(number)
+
+    return run
+
+
+def test_an_interrupt_sums_up_and_saves_whole_steps(saved, ctrl_c, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(rl_demo, "run_grpo", interrupted_in(4, ctrl_c))
+    assert main(["rl", "--out", str(tmp_path / "out")]) == 130
+    shown = capsys.readouterr()
+    assert "4 steps in" in shown.out and "▁▃▆█" in shown.out and "step 5" not in shown.out
+    assert shown.err == "interrupted after 4 of 30 steps\n"
+    assert saved == [tmp_path / "out" / name for name in rl_demo.GOALS]
+
+
+def test_an_interrupt_in_the_first_step_has_nothing_to_sum_up(
+    saved, ctrl_c, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(rl_demo, "run_grpo", interrupted_in(1, ctrl_c))
+    assert main(["rl", "--out", str(tmp_path / "out")]) == 130
+    shown = capsys.readouterr()
+    assert shown.err == "interrupted\n" and "first" not in shown.out and not saved
+
+
+@pytest.mark.parametrize("width", [60, 80, 180])
+def test_tables_show_the_newest_rewards(width):
     text = io.StringIO()
-    reports = run_rl(Console(file=text, width=160), steps=30)
+    console = Console(file=text, width=width, force_terminal=True, color_system=None)
+    reports = [fake_report(step) for step in range(1, 51)]
+    with rl_demo._Display(console, 50) as display:
+        for report in reports:
+            display.show(report)
+    rl_demo._summary(console, reports, 1.0)
+    lines = text.getvalue().splitlines()
+    curves = [line for line in lines if "▁▂" in line or "▁▁" in line]
+    assert len(curves) >= 4 and all("█ │" in line for line in curves[-4:])
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    text = io.StringIO()
+    reports = run_rl(Console(file=text, width=160), steps=30, out=tmp_path / "out")
     for name in ("upper", "digits"):
         tasks = [report.tasks[name] for report in reports]
         assert all(task.kl == task.max_difference == 0 for task in tasks)
         rewards = [task.reward for task in tasks]
         assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.3
+        assert main(["inspect", str(tmp_path / "out" / name)]) == 0
     shown = text.getvalue()
     assert shown.count("step ") >= 60 and "first" in shown and "0, 0" in shown

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lora_moe_jax import AdapterError, RequestError, read_adapter
@@ -275,6 +277,76 @@ def test_command(pair, monkeypatch, folder, tmp_path, capsys, whole):
     assert read_adapter(out, table("deepseek_v3")).config.r == 2
     assert main([*command, *options]) == 2
     assert "--out" in capsys.readouterr().err
+
+
+@pytest.fixture
+def train(pair, monkeypatch, folder, tmp_path):
+    """`train(out, steps)` runs the command with an engine and a trainer that are there."""
+    engine, trainer = pair()
+    monkeypatch.setattr(sft_command.Engine, "from_pretrained", lambda *_, **__: engine)
+    monkeypatch.setattr(sft_command, "Trainer", lambda *_, **__: trainer)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": word * 4}) + "\n" for word in ("ab", "cd", "ef")))
+
+    def run(out: Path, steps: int) -> int:
+        command = ["train", "--model", str(folder), "--data", str(data), "--out", str(out)]
+        status = main([*command, "--rank", "2", "--batch-tokens", "20", "--steps", str(steps)])
+        trainer.remove_adapter(sft_command.NAME)
+        engine.unload_adapter(sft_command.NAME)
+        return status
+
+    return run
+
+
+@pytest.mark.parametrize("method", ["forward_backward", "optim_step"])
+def test_an_interrupt_saves_whole_steps(pair, train, ctrl_c, monkeypatch, tmp_path, capsys, method):
+    """Bits and losses are those of a run that was to have as many steps."""
+    _, trainer = pair()
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert train(whole, 3) == 0
+    called, calls = getattr(trainer, method), []
+
+    def interrupted(*arguments, **settings):
+        calls.append(None)
+        if len(calls) == 3:
+            ctrl_c()
+        return called(*arguments, **settings)
+
+    monkeypatch.setattr(trainer, method, interrupted)
+    capsys.readouterr()
+    assert train(part, 5000) == 130
+    shown = capsys.readouterr()
+    assert shown.err == f"interrupted after 3 of 5000 steps; saved in {part}\n"
+    assert f"adapter and loss.json are in {part}" in shown.out
+    found, expected = (load_file(out / "adapter_model.safetensors") for out in (part, whole))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[key], expected[key]) for key in found)
+    assert (part / "loss.json").read_text() == (whole / "loss.json").read_text()
+
+
+def test_an_interrupt_in_the_first_step_writes_nothing(
+    pair, train, ctrl_c, monkeypatch, tmp_path, capsys
+):
+    _, trainer = pair()
+    monkeypatch.setattr(trainer, "forward_backward", lambda *_: ctrl_c())
+    assert train(tmp_path / "out", 3) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_while_files_are_written(pair, train, ctrl_c, monkeypatch, tmp_path, capsys):
+    _, trainer = pair()
+    save_adapter = trainer.save_adapter
+
+    def interrupted(*arguments):
+        ctrl_c()
+        save_adapter(*arguments)
+
+    monkeypatch.setattr(trainer, "save_adapter", interrupted)
+    out = tmp_path / "out"
+    assert train(out, 2) == 130
+    assert f"adapter and loss.json are in {out}" in capsys.readouterr().out
+    assert len(json.loads((out / "loss.json").read_text())["steps"]) == 2
 
 
 def test_a_training_that_diverges_is_no_success(pair, monkeypatch, folder, tmp_path, capsys):

@@ -133,7 +133,7 @@ def test_nothing_waits_for_the_disk(pair, tmp_path, monkeypatch):
     make(trainer, engine)
     saved = everything(trainer)
     gate, write = threading.Event(), state_folder._save_arrays
-    monkeypatch.setattr(state_folder, "_save_arrays", lambda *a: (gate.wait(30), write(*a)))
+    monkeypatch.setattr(state_folder, "_save_arrays", lambda *a: (gate.wait(300), write(*a)))
     trainer.save(tmp_path)
     train(trainer, range(2))
     assert not same(everything(trainer)[:8], saved[:8])
