@@ -42,11 +42,16 @@ def make(trainer: Trainer, engine: Engine) -> None:
     """Two adapters that differ in all they can."""
     everywhere = LoraConfig(rank=4, alpha=8, target_modules=every_module(engine))
     trainer.add_adapter("a", everywhere)
+    patterns = {
+        "experts.up_proj": r"experts\.3\.up_proj",
+        "layers.0.mlp.up_proj": r"layers\.0\.mlp\.up_proj",
+    }
+    there = [name for name in patterns if any(its.endswith(name) for its in every_module(engine))]
     some = LoraConfig(
         rank=2,
         alpha=3,
         target_modules=["o_proj", "up_proj"],
-        rank_pattern={r"experts\.3\.up_proj": 3, r"layers\.0\.mlp\.up_proj": 3},
+        rank_pattern={patterns[name]: 3 for name in there},
         use_rslora=True,
         init="gaussian",
         seed=5,
