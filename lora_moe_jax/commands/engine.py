@@ -41,7 +41,6 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
     Raises:
       AdapterError, CheckpointError, ConfigError, RequestError: what is wrong with the options.
     """
-    from lora_moe_jax.parallel.mesh import mesh_of
     from lora_moe_jax.serving.engine import Engine
 
     adapters = adapter_folders(options)
@@ -68,7 +67,7 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
         max_adapters=len(adapters),
         max_rank=options.max_rank,
         max_length=options.max_length,
-        mesh=mesh_of(options.mesh),
+        mesh=options.mesh,
         progress=True,
     )
     for name, folder in adapters.items():

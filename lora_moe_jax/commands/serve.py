@@ -67,7 +67,6 @@ def run(options: argparse.Namespace) -> None:
             key=missing,
             hint='pip install "lora-moe-jax[serve]"',
         ) from error
-    from lora_moe_jax.parallel.mesh import mesh_of
     from lora_moe_jax.serving.engine import Engine
 
     adapters = adapter_folders(options)
@@ -85,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
             max_rank=options.max_rank,
             max_requests=options.max_requests,
             max_length=options.max_length,
-            mesh=mesh_of(options.mesh),
+            mesh=options.mesh,
             adapter_disk=options.adapter_disk,
             progress=True,
         )

@@ -252,7 +252,7 @@ def _check(config: object, tasks: object) -> None:
             "these are no options",
             key="loss_options",
             expected="numbers by name",
-            found="no mapping",
+            found=repr(config.loss_options)[:200],
         )
     check_step_settings(config.learning_rate, config.weight_decay, config.clip_norm)
     loss, _ = loss_of(config.loss, dict(config.loss_options))

@@ -236,7 +236,7 @@ def _lane_column():
 
 
 def _lane():
-    return arith.andi(utils.thread_idx(), ptx.number(31))
+    return ptx.thread(warps=1)
 
 
 def _address(array, row, column, stride: int):
