@@ -52,6 +52,9 @@ PRODUCT_CASES: tuple[ProductCase, ...] = (
 )
 
 
+NO_ADAPTER = Target(1.005, 1.005)  # of slots that no row uses, over none
+
+
 @dataclasses.dataclass(frozen=True)
 class LoraCase:
     """A bank, and what runs on it.
@@ -86,13 +89,13 @@ class LoraCase:
     def expand_target(self) -> Target | None:
         """Bounds the product with the expand inside over the product alone."""
         if not self.live:
-            return Target(1.005, 1.005)
+            return NO_ADAPTER
         return Target(1.06, 1.03) if self._mixed else None
 
     def target(self, prefill: bool, work: float) -> Target | None:
         """Bounds shrink and expand over the product alone; `work` is the roofline's own ratio."""
         if not self.live:
-            return Target(1.005, 1.005)
+            return NO_ADAPTER
         if self._mixed:
             return Target(1.15, 1.06) if prefill else Target(1.05 * work, work)
         if self.slots == 1 and prefill:

@@ -19,7 +19,7 @@ from jax import lax
 from rich.table import Table
 
 from lora_moe_jax.bench import arrays, roofline
-from lora_moe_jax.bench.kernel_cases import LAYER_SHAPES, LAYER_TOKENS
+from lora_moe_jax.bench.kernel_cases import LAYER_SHAPES, LAYER_TOKENS, NO_ADAPTER
 from lora_moe_jax.bench.peers import PEERS
 from lora_moe_jax.bench.section import Job, microseconds, ratio_cell, us_cell, verdict_cell
 from lora_moe_jax.bench.timing import ProgramInPlace, Timer, elapsed_times, on_gpu
@@ -34,7 +34,11 @@ DECODE = 256  # up to so many tokens, each is a request of its own
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow:
-    """µs of one layer; None off a GPU. Peers' times are for adapters on (off)."""
+    """µs of one layer; None off a GPU. Peers' times are for adapters on (off).
+
+    Attributes:
+      idle_us: with slots, and no row that uses one. Files from before 2026-11-28 do not have it.
+    """
 
     shape: str
     tokens: int
@@ -52,6 +56,9 @@ class LayerRow:
     must_us: float | None
     aim_us: float | None
     verdict: str
+    idle_us: float | None = None
+    idle_over_base: float | None = None
+    idle_verdict: str = ""
 
 
 class Routing(NamedTuple):
@@ -89,13 +96,15 @@ def measure(
 def _measure(shape, tokens, rank, banks, timer) -> LayerRow:
     peer = PEERS.get((shape.name, tokens))
     layers = comparable_routings(shape, tokens, rank, peer and peer.roofline)
+    idle = [layer._replace(slots=np.full_like(layer.slots, -1)) for layer in layers]
     times = timer(
         {
             "lora": _program(shape, tokens, layers, banks),
+            "idle": _program(shape, tokens, idle, banks),
             "base": _program(shape, tokens, layers, [_without_adapters(bank) for bank in banks]),
         }
     )
-    lora, base = (times[name].call / LAYERS for name in ("lora", "base"))
+    lora, idle, base = (times[name].call / LAYERS for name in ("lora", "idle", "base"))
     card = roofline.ceilings()
     floor, base_floor = (mean_roofline(shape, layers, r, card) for r in (rank, 0))
     gpu = on_gpu()
@@ -117,6 +126,9 @@ def _measure(shape, tokens, rank, banks, timer) -> LayerRow:
         aim_us=peer and peer.target.aim,
         # The peers' times are those of an H200.
         verdict=peer.target.verdict(1e6 * lora) if peer and gpu and card == roofline.H200 else "",
+        idle_us=microseconds(idle if gpu else None),
+        idle_over_base=idle / base,
+        idle_verdict=NO_ADAPTER.verdict(idle / base) if gpu else "",
     )
 
 
@@ -206,6 +218,8 @@ def table(rows: list[LayerRow]) -> Table:
         "× roofline",
         "off ×",
         "on / off",
+        "no adapter / off",
+        "",
         "fastest peer µs (off)",
         "must",
         "aim",
@@ -222,6 +236,8 @@ def table(rows: list[LayerRow]) -> Table:
             ratio_cell(row.over_roofline),
             ratio_cell(row.base_over_roofline),
             ratio_cell(row.lora_over_base),
+            ratio_cell(row.idle_over_base, 3),
+            verdict_cell(row.idle_verdict),
             f"{us_cell(row.peer_us)} ({us_cell(row.peer_base_us)})",
             "" if row.must_us is None else f"≤ {row.must_us:g}",
             "" if row.aim_us is None else f"≤ {row.aim_us:g}",

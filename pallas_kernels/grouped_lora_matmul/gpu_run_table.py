@@ -3,6 +3,10 @@
 Keys are (group, slot), in order, so that a key's rows are one run. In plain JAX it took nine
 kernels of two microseconds and more, two scatters among them. Nothing is handed from one program to
 another: each counts the pieces before its keys, and writes what is to be known of their rows.
+
+Pieces are in order of their slots, then groups: programs that work on neighbours read an array of
+factors [slots, groups, …] from one end to the other. Group by group they read it at as many places
+as there are slots, a power of two apart, which memory takes a quarter more time for.
 """
 
 from __future__ import annotations
@@ -66,6 +70,17 @@ class _Sizes(NamedTuple):
     def programs(self) -> int:
         return pl.cdiv(self.keys, self.of_program)
 
+    @property
+    def groups(self) -> int:
+        """The one of rows that no group works on counts too."""
+        return self.keys // (self.slots + 1)
+
+    def key(self, number):
+        """The key of a number in order of slots; those past the last are no keys."""
+        groups = jnp.int32(self.groups)
+        slot, group = lax.div(number, groups), lax.rem(number, groups)
+        return jnp.where(number < self.keys, group * (self.slots + 1) + slot, self.keys)
+
 
 class _Keys(NamedTuple):
     """One key, or many as arrays: their rows, and how many pieces they are, of how many each."""
@@ -96,12 +111,12 @@ def _kernel(sizes: _Sizes, begin, place, run_end, piece_count, piece_row):
     program = pl.program_id(0)
     first = program * sizes.of_program
     number = lax.iota(jnp.int32, pl.next_power_of_2(sizes.keys))
-    pieces = _keys(sizes, begin, number).pieces
+    pieces = _keys(sizes, begin, sizes.key(number)).pieces
     count = jnp.sum(pieces, dtype=jnp.int32)
     before = jnp.sum(jnp.where(number < first, pieces, 0), dtype=jnp.int32)
 
     def write(i, before):
-        key = first + i
+        key = sizes.key(first + i)
         its = _keys(sizes, begin, key)
         group = lax.div(key, jnp.int32(sizes.slots + 1))
         word = group * 65536 + its.slot + 1

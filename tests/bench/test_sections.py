@@ -95,6 +95,8 @@ def test_layer(few_layers):
         assert [y.shape for y in layers] == [(4, TINY.hidden)] * layer.LAYERS
     # Every layer has inputs, choices and weights of its own, and adapters change the result.
     assert len({np.asarray(y).tobytes() for ys in outputs.values() for y in ys}) == 6
+    for idle, base in zip(outputs["idle"], outputs["base"], strict=True):
+        np.testing.assert_array_equal(idle, base)
 
 
 BOUND = dict(bound="products", must=0.5, aim=0.9)

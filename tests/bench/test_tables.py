@@ -138,10 +138,13 @@ def test_layer_on_a_gpu(gpu, monkeypatch):
     monkeypatch.setitem(PEERS, ("tiny", 4), Peer(0.01, 40.0, 30.0, Target(39, 28)))
     monkeypatch.setattr(layer, "_layers", lambda shape: None)
     monkeypatch.setattr(layer, "comparable_routings", one_routing)
-    times = {"lora": timing.Timing(16 * 35e-6), "base": timing.Timing(16 * 25e-6)}
+    seconds = {"lora": 16 * 35e-6, "idle": 16 * 25.1e-6, "base": 16 * 25e-6}
+    times = {name: timing.Timing(its) for name, its in seconds.items()}
     (row,) = layer.measure(TINY, (4,), fake_timer(times), rank=4)
     assert (row.lora_us, row.base_us) == pytest.approx((35, 25))
     assert row.lora_over_base == pytest.approx(1.4)
+    assert (row.idle_us, row.idle_over_base) == pytest.approx((25.1, 1.004))
+    assert row.idle_verdict == "aim"
     assert row.over_roofline == pytest.approx(35 / row.roofline_us)
     assert row.base_roofline_us < row.roofline_us
     assert (row.peer_us, row.must_us, row.aim_us, row.verdict) == (40, 39, 28, "must")

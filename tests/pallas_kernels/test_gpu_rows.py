@@ -151,7 +151,7 @@ def check_pieces(found: gpu_rows.Tables, place, groups):
     assert not rows[count:].any()  # read ahead
     assert found.piece_rows == piece_rows(len(place), groups)
     for begin, after in itertools.pairwise([*rows[:count], len(place)]):
-        end = min(run_end[begin], after)
+        end = min(run_end[begin], after) if after > begin else run_end[begin]
         assert 0 < end - begin <= found.piece_rows
         covered[begin:end] += 1
     assert covered.tolist() == ((place & 0xFFFF) > 0).astype(int).tolist()
@@ -177,6 +177,9 @@ def test_route(tokens, choices, groups, slots, seed, crowded):
     group, slot = routing(np.random.default_rng(seed), tokens, choices, groups, slots, crowded)
     found, rows = jax.tree.map(np.asarray, compiled_route(groups, slots)(group, slot))
     check_route(found, group, slot, groups)
+    counted = (groups + 1) * (slots + 1) <= MOST_KEYS and group.size <= MOST_COUNTED_ROWS
+    if rows is None and counted:
+        check_order_of_pieces(found.tables)
     if rows is not None:
         assert rows.tolist() == numbered(tokens)[found.token].tolist()
 
@@ -213,6 +216,12 @@ def check_route(found: gpu_rows.Route, group, slot, groups):
     check_runs(found.tables, place[order])
     check_tiles(found.tables.tiles, place[order], groups)
     check_pieces(found.tables, place[order], groups)
+
+
+def check_order_of_pieces(found: gpu_rows.Tables):
+    """By slots, then rows: neighbours read what is near in memory."""
+    rows = found.pieces.row[: found.pieces.count[-1]]
+    assert np.lexsort((rows, found.row_slots[rows])).tolist() == list(range(len(rows)))
 
 
 def check_unsorted(found: gpu_rows.Tables, place):
