@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.head_rotation.triton import stacked_weights
+from pallas_kernels.hopper.row_sums import row_sums
 from pallas_kernels.layered import layer_operands, number_of
 
 WIDTH, HALF = 128, 64
@@ -23,7 +24,8 @@ COLUMNS = pl.ds(0, HALF), pl.ds(HALF, HALF)  # of each half
 class Heads(NamedTuple):
     """So many rows, each of a head, in the registers of a warpgroup.
 
-    A row's sums are made in the same order in both layouts: each has four threads for a row.
+    A row's sums are made in the same order in both layouts, see `hopper.row_sums`: each has four
+    threads for a row.
     """
 
     count: int
@@ -57,7 +59,9 @@ class Heads(NamedTuple):
         number = number_of(layer)
         return [[self.over_columns(its.at[number, half]) for its in weights] for half in COLUMNS]
 
-    def normed_and_rotated(self, halves, weights, angles, q_heads: int, eps: float):
+    def normed_and_rotated(
+        self, halves, weights, angles, q_heads: int, eps: float, *, interpreted: bool
+    ):
         """Both halves of heads, normed if there are weights, and rotated; all in float32.
 
         Args:
@@ -69,7 +73,7 @@ class Heads(NamedTuple):
             row = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
             one, other = (
                 _weighted(its, jnp.where(row < q_heads, *map(self.over_rows, both)))
-                for its, both in zip(self._normed(*halves, eps), weights, strict=True)
+                for its, both in zip(self._normed(*halves, eps, interpreted), weights, strict=True)
             )
         cosines, sines = angles
         return (
@@ -77,9 +81,10 @@ class Heads(NamedTuple):
             _sum_of_products(other, cosines, one, sines),
         )
 
-    def _normed(self, one, other, eps):
+    def _normed(self, one, other, eps, interpreted):
         """Both halves of heads divided by their root mean square."""
-        total = _sum_of_products(one, one, other, other).sum(axis=1)
+        squares = _sum_of_products(one, one, other, other)
+        total = row_sums(squares, self.layout, interpreted=interpreted)
         inverse = lax.broadcast_in_dim(lax.rsqrt(total / WIDTH + eps), self.shape, [0])
         return one * inverse, other * inverse
 

@@ -103,7 +103,9 @@ def _body(
         place, cached = _place_in(k_pages, view.page_tables, request, position)
         plgpu.barrier_wait(full.at[stage])
         halves = MANY.loaded(arrived.at[stage])
-        halves = MANY.normed_and_rotated(halves, weights, angles, q_heads, eps)
+        halves = MANY.normed_and_rotated(
+            halves, weights, angles, q_heads, eps, interpreted=interpreted
+        )
         # What the token before stored has left both its stage and the results'.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, its in enumerate(halves):

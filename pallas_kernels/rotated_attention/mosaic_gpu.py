@@ -220,7 +220,9 @@ def _body(
 
         def rotate(is_real):
             its = if_real(is_real, arrived_heads, FEW.nothing())
-            halves = FEW.normed_and_rotated(its, weights, angles, s.group, eps)
+            halves = FEW.normed_and_rotated(
+                its, weights, angles, s.group, eps, interpreted=s.interpreted
+            )
             for half, its in enumerate(halves):
                 store_registers(queries.at[half], its.astype(queries.dtype), swizzled=False)
             plgpu.commit_smem()

@@ -18,6 +18,7 @@ import pytest
 
 from pallas_kernels.shapes import DECODE_TOKENS, EXPERT_SHAPES, PREFILL_TOKENS
 from tests.pallas_kernels.gpu_compile import REPORT, SETTINGS, STAY
+from tests.pallas_kernels.ptx import orders_of_norms
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None
@@ -144,6 +145,16 @@ def test_roundings():
     calls = "general product,routed experts of few tokens"
     for _, report in compile_all("qwen3-30b-a3b", DECODE_TOKENS, 16, calls):
         assert report["roundings"], report
+
+
+def test_heads_are_normed_in_one_order(monkeypatch):
+    """Else a last bit of what is cached depends on how many tokens a step has."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    calls = "rotation,attention of one token,attention of few tokens"
+    found = compile_all("qwen3-30b-a3b", DECODE_TOKENS, 16, calls)
+    orders = [orders_of_norms(said) for said, _ in found]
+    assert all(orders)
+    assert len({order for its in orders for order in its}) == 1
 
 
 def test_biases():
