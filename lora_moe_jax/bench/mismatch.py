@@ -26,7 +26,7 @@ from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import ConfigError
 from lora_moe_jax.models.build import random_model
 from lora_moe_jax.serving.engine import Engine
-from lora_moe_jax.serving.options import EngineOptions, slot_config
+from lora_moe_jax.serving.options import DEFAULT_PREFILL_TOKENS, EngineOptions, slot_config
 from lora_moe_jax.serving.progress import progress_bar
 from lora_moe_jax.serving.request import Request, scores
 from lora_moe_jax.serving.sampling_params import SamplingParams
@@ -41,15 +41,16 @@ NEAR = (0.9, 1.1)  # of the ratio of a token's two probabilities
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What is sampled: at least `tokens` tokens, by `requests` requests at a time.
+    """What is sampled: at least `tokens` tokens.
 
     Attributes:
+      requests: at a time, in turns: few tokens have kernels of their own.
       prompt, output: the longest prompt, and the tokens of each completion.
       adapters: that prompts use in turns, each with random parameters.
     """
 
     tokens: int
-    requests: int
+    requests: tuple[int, ...]
     prompt: int
     output: int
     adapters: int
@@ -57,6 +58,11 @@ class Load:
     @property
     def length(self) -> int:
         return self.prompt + self.output
+
+    @property
+    def rounds(self) -> int:
+        """Of all numbers of requests."""
+        return math.ceil(self.tokens / (sum(self.requests) * self.output))
 
 
 def run_mismatch(
@@ -120,26 +126,29 @@ def measure(name: str, config: ModelConfig, load: Load, rank: int, dtype: str) -
     names = [str(number) for number in range(load.adapters)]
     _random_adapters(trainer, names, config, rank)
     replay = Replay(engine) if _has_routers(config) else None
-    found = {side: Found([], [], []) for side in ("generate", "score")}
+    kinds = itertools.product(load.requests, ("generate", "score"))
+    found = {kind: Found([], [], []) for kind in kinds}
     sampled = 0
     with progress_bar("sampling and training", shown=True) as bar:
         for generated in _samples(engine, config, load, names):
+            count = len(generated.requests)
             data = [Datum(request.tokens, request.adapter_name) for request in generated.requests]
             logprobs = trainer.forward_backward(data).logprobs
             choices = trainer_choices(engine, trainer, data) if replay else None
             for side, its in (("generate", generated), ("score", _scored(engine, data))):
+                of_kind = found[count, side]
                 compared = [len(own) for own in its.logprobs]
-                found[side].cached.append(its.recorded.cached)
-                for own, other, count in zip(its.logprobs, logprobs, compared, strict=True):
-                    found[side].logprobs.append(own - other[-count:])
+                of_kind.cached.append(its.recorded.cached)
+                for own, other, last in zip(its.logprobs, logprobs, compared, strict=True):
+                    of_kind.logprobs.append(own - other[-last:])
                 if replay is None:
                     continue
                 experts = replay.choices(its.requests, its.recorded)
-                for own, other, count in zip(experts, choices, compared, strict=True):
-                    found[side].rerouted.append(rerouted(own[:, -count:], other[:, -count:]))
-            sampled += load.requests * load.output
+                for own, other, last in zip(experts, choices, compared, strict=True):
+                    of_kind.rerouted.append(rerouted(own[:, -last:], other[:, -last:]))
+            sampled += count * load.output
             bar.update(sampled, load.tokens)
-    return [_row(name, config, load, rank, side, its) for side, its in found.items()]
+    return [_row(name, config, load, rank, *kind, its) for kind, its in found.items()]
 
 
 def _has_routers(config: ModelConfig) -> bool:
@@ -147,15 +156,16 @@ def _has_routers(config: ModelConfig) -> bool:
 
 
 def _engine(config: ModelConfig, load: Load, rank: int, dtype: str) -> Engine:
+    most = max(load.requests)
     options = EngineOptions.resolve(
         config,
         dtype=dtype,
         max_adapters=load.adapters,
         max_rank=rank,
-        max_requests=load.requests,
+        max_requests=most,
         max_length=load.length,
         page_size=PAGE,
-        token_buckets=None,
+        token_buckets=[*load.requests, max(DEFAULT_PREFILL_TOKENS, most)],
         prefill_chunk=None,
         decode_steps=1,
     )
@@ -180,15 +190,15 @@ def _samples(
 ) -> Iterator[Sampled]:
     """Completions of random prompts of many lengths, until there are enough tokens."""
     rng, turns = np.random.default_rng(1), itertools.cycle(names)
-    count = max(math.ceil(load.requests / COMPLETIONS), min(len(names), load.requests))
-    for _ in range(math.ceil(load.tokens / (load.requests * load.output))):
+    for requests in load.requests * load.rounds:
+        count = max(math.ceil(requests / COMPLETIONS), min(len(names), requests))
         lengths = rng.integers(1, load.prompt + 1, count)
         prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
         # Not next to each other: a prompt is in the cache once it has been computed.
-        places = [i % len(prompts) for i in range(load.requests)]
+        places = [i % len(prompts) for i in range(requests)]
         params = [
             SamplingParams(max_tokens=load.output, ignore_eos=True, logprobs=0, seed=int(seed))
-            for seed in rng.integers(0, 2**31, load.requests)
+            for seed in rng.integers(0, 2**31, requests)
         ]
         of_prompt = list(itertools.islice(turns, count))
         adapters = [of_prompt[place] for place in places]
@@ -207,7 +217,9 @@ def _scored(engine: Engine, data: Sequence[Datum]) -> Sampled:
     return Sampled(stream.requests, [own.logprobs for own in scores(stream.requests)], recorded)
 
 
-def _row(name, config, load: Load, rank: int, side: str, found: Found) -> MismatchRow:
+def _row(
+    name, config, load: Load, rank: int, requests: int, side: str, found: Found
+) -> MismatchRow:
     difference = np.concatenate(found.logprobs).astype(np.float64)
     ratio = np.exp(difference)
     outside = (ratio < NEAR[0]) | (ratio > NEAR[1])
@@ -217,7 +229,7 @@ def _row(name, config, load: Load, rank: int, side: str, found: Found) -> Mismat
         adapters=load.adapters,
         rank=rank,
         sampler=side,
-        requests=load.requests,
+        requests=requests,
         tokens=len(difference),
         cached=sum(found.cached),
         mean=float(np.abs(difference).mean()),

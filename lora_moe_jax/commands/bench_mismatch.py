@@ -24,7 +24,12 @@ def add_parser(benchmarks: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--tokens", type=positive, default=100_000, help="to sample (default 100000)"
     )
-    parser.add_argument("--requests", type=positive, default=64, help="at a time (default 64)")
+    parser.add_argument(
+        "--requests",
+        type=positive,
+        action="append",
+        help="at a time, in turns; may be repeated (default 64, 8, 1)",
+    )
     parser.add_argument("--prompt", type=positive, default=512, help="the longest (default 512)")
     parser.add_argument("--output", type=positive, default=256, help="of each (default 256)")
     parser.add_argument(
@@ -39,7 +44,9 @@ def add_parser(benchmarks: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> None:
     from lora_moe_jax.bench.mismatch import Load, run_mismatch
 
-    sizes = options.tokens, options.requests, options.prompt, options.output, options.adapters
+    # A number twice would be one row.
+    requests = tuple(dict.fromkeys(options.requests or (64, 8, 1)))
+    sizes = options.tokens, requests, options.prompt, options.output, options.adapters
     run_mismatch(
         wide_console(),
         options.model,

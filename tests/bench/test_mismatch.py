@@ -22,11 +22,17 @@ def test_a_small_model(tmp_path, capsys):
     small_config(tmp_path)
     file = tmp_path / "mismatch.json"
     command = f"bench mismatch --model {tmp_path} --json {file} --dtype float32 --rank 4"
-    sizes = "--tokens 30 --requests 3 --prompt 9 --output 5 --adapters 2"
+    sizes = "--tokens 40 --requests 3 --requests 1 --prompt 9 --output 5 --adapters 2"
     assert main([*command.split(), *sizes.split()]) == 0
-    generated, scored = read_report(file).sections["mismatch"]
-    assert generated.tokens == 30 < scored.tokens
-    for row in (generated, scored):
+    rows = read_report(file).sections["mismatch"]
+    assert [(row.requests, row.sampler) for row in rows] == [
+        (requests, side) for requests in (3, 1) for side in ("generate", "score")
+    ]
+    assert [row.tokens for row in rows[::2]] == [30, 10]
+    assert all(
+        score.tokens > made.tokens for made, score in zip(rows[::2], rows[1::2], strict=True)
+    )
+    for row in rows:
         assert row.largest == row.mean == row.differing == row.outside == row.rerouted == 0
     assert "equal bits" in capsys.readouterr().out
     assert main(["bench", "show", str(file)]) == 0
@@ -57,7 +63,7 @@ def test_every_adapter_is_sampled(tmp_path, monkeypatch):
 
     monkeypatch.setattr(mismatch, "run_recorded", lambda *_: None)
     names = [str(i) for i in range(7)]
-    load = Load(tokens=40, requests=5, prompt=30, output=4, adapters=7)
+    load = Load(tokens=48, requests=(5, 1), prompt=30, output=4, adapters=7)
     list(mismatch._samples(FakeEngine(), small_config(tmp_path), load, names))
     assert set(used.values()) == set(names)
 
@@ -83,7 +89,7 @@ def test_experts_that_differ_are_a_miss(tmp_path):
 
 
 def row_of(folder, found):
-    return mismatch._row("m", small_config(folder), Load(4, 1, 2, 2, 1), 4, "score", found)
+    return mismatch._row("m", small_config(folder), Load(4, (1,), 2, 2, 1), 4, 1, "score", found)
 
 
 def test_too_little_memory_is_explained(monkeypatch, tmp_path):
@@ -92,5 +98,5 @@ def test_too_little_memory_is_explained(monkeypatch, tmp_path):
 
     monkeypatch.setattr(mismatch, "measure", measure)
     with pytest.raises(ConfigError, match="XLA_PYTHON_CLIENT_MEM_FRACTION") as caught:
-        mismatch.run_mismatch(None, "m", small_config(tmp_path), Load(4, 1, 2, 2, 1), rank=4)
+        mismatch.run_mismatch(None, "m", small_config(tmp_path), Load(4, (1,), 2, 2, 1), rank=4)
     assert caught.value.found == "RESOURCE_EXHAUSTED: Out of memory"
