@@ -29,6 +29,7 @@ class NewLibrary(Library):
 
 @pytest.fixture
 def newest(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     monkeypatch.setattr(jax, "__version__", "0.12.0")
 
@@ -38,6 +39,13 @@ def test_an_old_one_is_refused(newest, monkeypatch):
     with pytest.raises(ConfigError, match="too old") as caught:
         nccl.check_nccl(mesh("gpu", 2))
     assert caught.value.key == "mesh" and caught.value.found == "NCCL 2.28.9"
+    assert nccl.WITHOUT_KERNEL in caught.value.hint
+
+
+def test_nor_where_nobody_calls_what_it_lacks(newest, monkeypatch):
+    monkeypatch.setattr(nccl, "_loaded", Library)
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x {nccl.WITHOUT_KERNEL}")
+    nccl.check_nccl(mesh("gpu", 2))
 
 
 @pytest.mark.parametrize(
