@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 
+import jax
 import pytest
 
 from lora_moe_jax.cli import main
 from lora_moe_jax.commands import demo
-from lora_moe_jax.commands.options import mesh_sizes, ranks
+from lora_moe_jax.commands.options import dtype_of, mesh_sizes, ranks
 from lora_moe_jax.pocket import ADAPTERS, BASE
 
 
@@ -44,6 +46,13 @@ def test_ranks_of_slots(capsys):
         with pytest.raises(SystemExit):
             main(["serve", "--max-rank", text])
         assert "RANK:SLOTS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("platform, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_the_dtype_is_what_a_platform_has_kernels_for(monkeypatch, platform, dtype):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert dtype_of(argparse.Namespace(dtype=None)) == dtype
+    assert dtype_of(argparse.Namespace(dtype="float32")) == "float32"
 
 
 def test_sizes_of_a_mesh(capsys):

@@ -26,7 +26,7 @@ from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import ConfigError
 from lora_moe_jax.models.build import random_model
 from lora_moe_jax.serving.engine import Engine
-from lora_moe_jax.serving.options import DEFAULT_PREFILL_TOKENS, EngineOptions, slot_config
+from lora_moe_jax.serving.options import EngineOptions, default_buckets, slot_config
 from lora_moe_jax.serving.progress import progress_bar
 from lora_moe_jax.serving.request import Request, scores
 from lora_moe_jax.serving.sampling_params import SamplingParams
@@ -165,7 +165,7 @@ def _engine(config: ModelConfig, load: Load, rank: int, dtype: str) -> Engine:
         max_requests=most,
         max_length=load.length,
         page_size=PAGE,
-        token_buckets=[*load.requests, max(DEFAULT_PREFILL_TOKENS, most)],
+        token_buckets=[*load.requests, *default_buckets(most, load.length)],
         prefill_chunk=None,
         decode_steps=1,
     )

@@ -9,7 +9,9 @@ from lora_moe_jax.commands.options import (
     MODEL_HELP,
     adapter_folders,
     add_adapter_option,
+    add_dtype_option,
     add_mesh_option,
+    dtype_of,
     model_folder,
 )
 from lora_moe_jax.errors import RequestError
@@ -26,7 +28,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="adapters to run each text with, 'base' for none; default: all that are loaded",
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
+    add_dtype_option(parser)
     parser.add_argument("--max-rank", type=int, default=32)
     parser.add_argument("--max-length", type=int, help="most tokens of one request")
     add_mesh_option(parser)
@@ -63,7 +65,7 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
             )
     engine = Engine.from_pretrained(
         model_folder(options.model),
-        dtype=options.dtype,
+        dtype=dtype_of(options),
         max_adapters=len(adapters),
         max_rank=options.max_rank,
         max_length=options.max_length,

@@ -11,6 +11,7 @@ from lora_moe_jax.pocket import ADAPTERS, BASE
 
 MODEL_HELP = "Hugging Face model folder, or 'pocket' for the model that comes with the package"
 MESH_HELP = "devices to split the model over, as expert=2,tensor=4; default: one device"
+DTYPE_HELP = "of the model (default: float32 on a CPU, else bfloat16)"
 ADAPTER_HELP = "an adapter to load; may be repeated. For 'pocket', a bare name of its adapters"
 
 
@@ -73,6 +74,17 @@ def ranks(text: str) -> int | dict[int, int]:
 
 def add_mesh_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", type=mesh_sizes, metavar="AXIS=DEVICES,...", help=MESH_HELP)
+
+
+def add_dtype_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help=DTYPE_HELP)
+
+
+def dtype_of(options: argparse.Namespace) -> str:
+    """What `--dtype` says, or what suits the platform: its kernels are for bfloat16."""
+    import jax
+
+    return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 def mesh_sizes(text: str) -> dict[str, int]:

@@ -9,7 +9,9 @@ from lora_moe_jax.commands.options import (
     MODEL_HELP,
     adapter_folders,
     add_adapter_option,
+    add_dtype_option,
     add_mesh_option,
+    dtype_of,
     model_folder,
     ranks,
 )
@@ -36,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_dtype_option(parser)
     parser.add_argument("--max-adapters", type=int, help="slots (default: 8, or as many as given)")
     parser.add_argument(
         "--max-rank",
@@ -47,6 +49,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--max-requests", type=int, default=8, help="requests that run at once")
     parser.add_argument("--max-length", type=int, help="most tokens of one request")
+    parser.add_argument(
+        "--cache-tokens",
+        type=int,
+        help="of all requests together (default: of as many as run, each as long as any)",
+    )
     add_mesh_option(parser)
     parser.add_argument("--served-name", help="of the base model; default: its folder's name")
     parser.add_argument("--max-waiting", type=int, default=256, help="requests that may wait")
@@ -79,11 +86,12 @@ def run(options: argparse.Namespace) -> None:
     with open_socket(options.host, options.port) as listener:
         engine = Engine.from_pretrained(
             folder,
-            dtype=options.dtype,
+            dtype=dtype_of(options),
             max_adapters=_slots(options, len(adapters)),
             max_rank=options.max_rank,
             max_requests=options.max_requests,
             max_length=options.max_length,
+            cache_tokens=options.cache_tokens,
             mesh=options.mesh,
             adapter_disk=options.adapter_disk,
             progress=True,

@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 
 from lora_moe_jax.commands.console import plain_console
-from lora_moe_jax.commands.options import MODEL_HELP, model_folder, natural, positive
+from lora_moe_jax.commands.options import (
+    MODEL_HELP,
+    add_dtype_option,
+    dtype_of,
+    model_folder,
+    natural,
+    positive,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -38,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--batch-tokens", type=positive, default=2048, help="most of a step (default 2048)"
     )
     parser.add_argument("--seed", type=natural, default=0, help="of order and first values")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
+    add_dtype_option(parser)
     parser.add_argument("--max-length", type=positive, help="most tokens of one example")
     parser.set_defaults(run=run)
 
@@ -66,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
         options.out,
         lora,
         config,
-        dtype=options.dtype,
+        dtype=dtype_of(options),
         max_length=options.max_length,
         seed=options.seed,
     )

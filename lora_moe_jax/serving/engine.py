@@ -135,8 +135,9 @@ class Engine:
             what the model was made for if that is less.
           page_size: tokens of a cache page.
           token_buckets: sizes of the flat batch that steps are compiled for; the largest has room
-            for a token of every request. A small one makes few requests faster. Default: one for
-            generation by `max_requests`, and one for prompts.
+            for a token of every request. A small one makes few requests faster, a large one long
+            prompts. Default: one for generation by `max_requests`, and for prompts one of 128
+            tokens on a CPU, of 256 and of 2048 on a GPU, of 512 on a TPU.
           prefill_chunk: most tokens of one prompt in one step. Default: the largest bucket.
           cache_tokens: positions that the cache holds for all requests together. Default: enough
             for every running request to be as long as any. With less, more requests can run than

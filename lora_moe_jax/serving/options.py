@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import jax
+
 from lora_moe_jax.adapters.disk_copy import check_folder
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import ConfigError
@@ -18,8 +20,10 @@ from pallas_kernels.implementation import platform_implementation
 DTYPES = ("bfloat16", "float32")
 UPDATE_POLICIES = ("finish", "switch")
 DEFAULT_MAX_LENGTH = 1024
-DEFAULT_PREFILL_TOKENS = 128
 BUCKET_UNIT = 8  # tokens
+# Of steps with prompts, where nobody says. A step reads all weights, whatever it has: with few
+# tokens an accelerator waits for these most of the time. On a CPU padding costs what tokens do.
+PREFILL_TOKENS = {"cpu": (128,), "gpu": (256, 2048), "tpu": (512,)}
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,7 @@ class EngineOptions:
             max_length = min(DEFAULT_MAX_LENGTH, config.max_position)
         _check_size("max_length", max_length, maximum=config.max_position)
         if token_buckets is None:
-            generation = max(BUCKET_UNIT, sizes["max_requests"])
-            token_buckets = (generation, max(DEFAULT_PREFILL_TOKENS, generation))
+            token_buckets = default_buckets(sizes["max_requests"], max_length)
         if not isinstance(token_buckets, list | tuple) or not token_buckets:
             raise ConfigError(
                 "an engine option is out of range",
@@ -145,6 +148,14 @@ class EngineOptions:
             rank_classes=classes,
             **sizes,
         )
+
+
+def default_buckets(max_requests: int, max_length: int) -> tuple[int, ...]:
+    """Of steps that generate, and of those with prompts: no larger than all requests together."""
+    generation = max(BUCKET_UNIT, max_requests)
+    most = max(generation, max_requests * max_length)
+    prompts = PREFILL_TOKENS.get(jax.default_backend(), PREFILL_TOKENS["cpu"])
+    return generation, *(min(most, max(generation, size)) for size in prompts)
 
 
 def _bucket(size: int, dtype: str) -> int:

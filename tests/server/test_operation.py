@@ -202,12 +202,13 @@ def test_serve_until_interrupted(engine, monkeypatch, capsys, tmp_path):
     visitor.start()
     arguments = ["serve", "--port", str(port), "--adapter", "shout", "--served-name", "mine"]
     arguments += ["--adapter-root", str(tmp_path), "--max-length", "64"]
-    arguments += ["--mesh", "expert=2,tensor=2"]
+    arguments += ["--mesh", "expert=2,tensor=2", "--cache-tokens", "320"]
     assert main(arguments) == 0
     visitor.join()
     assert answers == ["mine", "data: [DONE]"]
     assert f"Serving mine at http://127.0.0.1:{port}/v1" in capsys.readouterr().out
     assert asked["max_adapters"] == 8 and asked["max_length"] == 64
+    assert asked["cache_tokens"] == 320 and asked["dtype"] in ("float32", "bfloat16")
     assert mesh_of(asked["mesh"]).shape == {"expert": 2, "tensor": 2}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import pytest
 from flax import nnx
@@ -39,6 +41,28 @@ def test_steps_of_few_tokens_are_multiples_of_eight_but_on_hopper(monkeypatch):
     assert planned("qwen3_moe", **sizes)[1].token_buckets == (8, 16, 64)
     on_hopper = planned("qwen3_moe", dtype="bfloat16", **sizes)[1]
     assert on_hopper.token_buckets == (1, 7, 16, 64)
+
+
+@pytest.mark.parametrize(
+    "platform, requests, length, buckets",
+    [
+        ("cpu", 8, 1024, (8, 128)),
+        ("gpu", 8, 1024, (8, 256, 2048)),
+        ("gpu", 512, 1024, (512, 2048)),
+        ("tpu", 2, 1024, (8, 512)),
+        ("gpu", 3, 200, (8, 256, 600)),
+        ("gpu", 1, 4, (8,)),
+    ],
+)
+def test_steps_where_nobody_says(monkeypatch, platform, requests, length, buckets):
+    """A long prompt takes few steps on an accelerator; none has room that nobody can use."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(options_module, "platform_implementation", lambda: "xla")
+    sizes = {"token_buckets": None, "max_requests": requests, "max_length": length}
+    config = dataclasses.replace(read_config(BASES["qwen3_moe"]), max_position=length)
+    options = EngineOptions.resolve(config, **OPTIONS | DEFAULTS | sizes)
+    assert options.token_buckets == buckets
+    assert options.prefill_chunk == buckets[-1]
 
 
 def test_sizes_are_those_of_the_engine(engine):
