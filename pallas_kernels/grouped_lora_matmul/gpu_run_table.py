@@ -5,8 +5,8 @@ kernels of two microseconds and more, two scatters among them. Nothing is handed
 another: each counts the pieces before its keys, and writes what is to be known of their rows.
 
 Pieces are in order of their slots, then groups: programs that work on neighbours read an array of
-factors [slots, groups, …] from one end to the other. Group by group they read it at as many places
-as there are slots, a power of two apart, which memory takes a quarter more time for.
+factors [slots, groups, …] from one end to the other. Group by group they would read it at as many
+places as there are slots, a power of two apart, and take a tenth longer.
 """
 
 from __future__ import annotations
