@@ -58,6 +58,10 @@ class AdapterError(LoraMoeError):
     """An adapter that cannot be served exactly, or an unknown adapter."""
 
 
+class AdapterBusyError(AdapterError):
+    """An adapter that unfinished requests use."""
+
+
 class CheckpointError(LoraMoeError):
     """A base checkpoint whose files are missing, damaged, or not what its configuration says."""
 

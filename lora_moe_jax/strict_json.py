@@ -41,6 +41,13 @@ def parse_json_object(
         )
         if b"\\u" in data:  # escapes can spell half a character, which no log could print
             json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as cause:
+        raise error(
+            "the text is not valid Unicode",
+            file=file,
+            expected="no lone surrogates",
+            found=ascii(cause.object[cause.start : cause.end]),
+        ) from cause
     except (ValueError, RecursionError) as cause:  # bad UTF-8 and bad JSON are ValueErrors
         raise error(
             "the text is not valid JSON",

@@ -31,7 +31,7 @@ from lora_moe_jax.adapters.adapter import Adapter
 from lora_moe_jax.adapters.device_params import DeviceParams, InSlot
 from lora_moe_jax.adapters.entry import AdapterInfo, Entry
 from lora_moe_jax.adapters.names import check_name
-from lora_moe_jax.errors import AdapterError
+from lora_moe_jax.errors import AdapterBusyError, AdapterError
 
 WHEN_BUSY = ("refuse", "finish")
 _NAMES_SHOWN = 8  # in messages: there may be thousands
@@ -271,7 +271,7 @@ class AdapterPool:
         entry = self.get(name)
         self.check_trainer(name)
         if entry.requests and when_busy == "refuse":
-            raise AdapterError(
+            raise AdapterBusyError(
                 "the adapter is in use",
                 key=name,
                 expected="no unfinished request that uses it",

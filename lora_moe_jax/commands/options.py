@@ -48,6 +48,14 @@ def adapter_folders(options: argparse.Namespace) -> dict[str, Path]:
 def _adapter_folder(item: str, model: str) -> tuple[str, Path]:
     name, _, folder = item.partition("=")
     if folder:
+        # Before a model is loaded. What is in it is read once there is one.
+        if not Path(folder).is_dir():
+            raise RequestError(
+                "an adapter's folder is not there",
+                file=folder,
+                key="--adapter",
+                expected="a folder with adapter_config.json",
+            )
         return name, Path(folder)
     if model == "pocket" and name in ADAPTERS:
         return name, ADAPTERS[name]

@@ -64,7 +64,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> None:
     try:
         from lora_moe_jax.server.names import ModelNames
-        from lora_moe_jax.server.run import check_adapter_root, open_socket, run_server
+        from lora_moe_jax.server.run import (
+            check_adapter_root,
+            check_tokenizer,
+            open_socket,
+            run_server,
+        )
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("starlette", "uvicorn"):
@@ -75,6 +80,7 @@ def run(options: argparse.Namespace) -> None:
             hint='pip install "lora-moe-jax[serve]"',
         ) from error
     from lora_moe_jax.serving.engine import Engine
+    from lora_moe_jax.serving.queue_limit import check_limit
 
     adapters = adapter_folders(options)
     folder = model_folder(options.model)
@@ -83,11 +89,15 @@ def run(options: argparse.Namespace) -> None:
     for name in adapters:
         names.check(name)
     check_adapter_root(options.adapter_root)
+    check_limit(options.max_waiting)
+    slots = _slots(options, len(adapters))
+    if folder.is_dir():  # else the engine says what is wrong with it
+        check_tokenizer(folder)
     with open_socket(options.host, options.port) as listener:
         engine = Engine.from_pretrained(
             folder,
             dtype=dtype_of(options),
-            max_adapters=_slots(options, len(adapters)),
+            max_adapters=slots,
             max_rank=options.max_rank,
             max_requests=options.max_requests,
             max_length=options.max_length,
@@ -110,6 +120,13 @@ def run(options: argparse.Namespace) -> None:
 
 def _slots(options: argparse.Namespace, adapters: int) -> int:
     if options.max_adapters is not None:
+        if adapters and options.max_adapters < 1:
+            raise ConfigError(
+                "there is no slot for an adapter",
+                key="--max-adapters",
+                expected="at least 1 with --adapter",
+                found=options.max_adapters,
+            )
         return options.max_adapters
     if isinstance(options.max_rank, dict):
         return sum(options.max_rank.values())

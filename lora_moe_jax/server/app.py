@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lora_moe_jax.errors import AdapterError, LoraMoeError, RequestError
+from lora_moe_jax.errors import AdapterBusyError, AdapterError, LoraMoeError, RequestError
 from lora_moe_jax.server.adapter_root import folder_inside
-from lora_moe_jax.server.errors import ApiError, failed, refused, too_long
+from lora_moe_jax.server.errors import ApiError, describe, failed, refused, too_long
 from lora_moe_jax.server.metrics import CONTENT_TYPE, exposition
 from lora_moe_jax.server.names import ModelNames
 from lora_moe_jax.server.protocol import Asked, read_body, read_chat, read_completion, read_names
@@ -115,6 +115,8 @@ class _Service:
             raise ApiError(404, message, param="lora_name", code="model_not_found")
         try:
             await self._engine.unload_adapter(name)
+        except AdapterBusyError as error:
+            raise ApiError(409, describe(error, "lora_name"), param="lora_name") from error
         except AdapterError as error:
             raise refused(error, "lora_name") from error
         return JSONResponse({"id": name, "object": "model", "deleted": True})
@@ -189,8 +191,9 @@ class _Service:
         params = asked.params
         if params.seed is not None:
             params = replace(params, seed=(params.seed + choice) % 2**32)
+        room = self._engine.options.max_length - len(prompt)
         if asked.to_the_end:
-            params = replace(params, max_tokens=self._engine.options.max_length - len(prompt))
+            params = replace(params, max_tokens=min(room, asked.most_by_default or room))
         return params
 
     # For who runs the server
@@ -284,7 +287,7 @@ class _Gate:
     def __init__(self, app: ASGIApp, responses: Counter[int], api_key: str | None):
         self._app = app
         self._responses = responses
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._expected = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -315,5 +318,5 @@ class _Gate:
     def _admits(self, scope: Scope) -> bool:
         if self._expected is None or not scope["path"].startswith("/v1/"):
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)
+        kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(key, self._expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from starlette.responses import JSONResponse
 
@@ -90,9 +91,14 @@ def failed() -> ApiError:
 
 
 def describe(error: LoraMoeError, key: str | None = None) -> str:
-    """Message, key (another one, if it is given), expected and found in one line."""
-    key = key or error.key
-    parts = [error.message if key is None else f"{error.message} ({key})"]
+    """Message, file, key (another one, if it is given), expected and found in one line.
+
+    Of a file the name alone: where it is, is for who runs the server.
+    """
+    where = [Path(error.file).name] if error.file else []
+    if key := key or error.key:
+        where.append(key)
+    parts = [f"{error.message} ({', '.join(where)})" if where else error.message]
     for label, value in (("expected", error.expected), ("found", error.found)):
         if value is not None:
             parts.append(f"{label} {str(value)[:200]}")  # it may be as long as the body

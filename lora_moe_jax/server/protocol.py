@@ -93,7 +93,8 @@ class Asked:
 
     Attributes:
       prompts: of completions; chats have `messages` instead.
-      to_the_end: generate as much as fits instead of `params.max_tokens`.
+      to_the_end: generate as much as fits instead of `params.max_tokens`,
+      most_by_default: but no more than this; None: all of it.
       n: choices for each prompt.
       priority: the smaller, the earlier.
       include_usage: end a stream with the count of tokens.
@@ -104,6 +105,7 @@ class Asked:
     messages: list[dict[str, str]]
     params: SamplingParams
     to_the_end: bool
+    most_by_default: int | None
     n: int
     priority: int
     stream: bool
@@ -122,7 +124,8 @@ def read_completion(body: dict) -> Asked:
     return _asked(
         fields,
         prompts=prompts,
-        max_tokens=fields.take("max_tokens", default=16),
+        max_tokens=fields.take("max_tokens", default=None),
+        most_by_default=16,
         logprobs=count,
     )
 
@@ -159,6 +162,7 @@ def _asked(
     prompts=(),
     messages=(),
     max_tokens: int | None,
+    most_by_default: int | None = None,
     logprobs: int | None,
 ) -> Asked:
     """The fields that completions and chats share."""
@@ -174,6 +178,7 @@ def _asked(
         messages=list(messages),
         params=params,
         to_the_end=max_tokens is None,
+        most_by_default=most_by_default,
         n=fields.take("n", _CHOICES, 1),
         priority=fields.take("priority", _INTEGER, 0),
         stream=stream,

@@ -13,6 +13,7 @@ from lora_moe_jax.server.app import create_app
 from lora_moe_jax.server.names import ModelNames
 from lora_moe_jax.serving.async_engine import AsyncEngine
 from lora_moe_jax.serving.engine import Engine
+from lora_moe_jax.serving.text import TextCodec
 
 SHUTDOWN_SECONDS = 10  # how long open responses may go on after the first Ctrl-C
 
@@ -46,6 +47,18 @@ def check_adapter_root(root: Path | None) -> None:
         )
 
 
+def check_tokenizer(folder: Path) -> None:
+    """Raises ConfigError for a model that has no tokenizer."""
+    if TextCodec.from_folder(folder) is None:
+        raise ConfigError(
+            "the model cannot be served over HTTP",
+            file=folder,
+            key="tokenizer.json",
+            expected="a model folder with a tokenizer",
+            found="none",
+        )
+
+
 def run_server(
     engine: Engine,
     listener: socket.socket,
@@ -55,18 +68,7 @@ def run_server(
     adapter_root: Path | None,
     api_key: str | None,
 ) -> None:
-    """Serves until Ctrl-C or SIGTERM, then lets open responses end.
-
-    Raises:
-      ConfigError: the model has no tokenizer.
-    """
-    if engine.codec is None:
-        raise ConfigError(
-            "the model cannot be served over HTTP",
-            key="tokenizer.json",
-            expected="a model folder with a tokenizer",
-            found="none",
-        )
+    """Serves until Ctrl-C or SIGTERM, then lets open responses end."""
     running = AsyncEngine(engine, max_waiting=max_waiting)
     app = create_app(running, names, adapter_root=adapter_root, api_key=api_key)
     config = uvicorn.Config(app, timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="off")

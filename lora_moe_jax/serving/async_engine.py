@@ -114,9 +114,16 @@ class AsyncEngine:
         Raises:
           RequestError: at once; a request cannot be served, or (QueueFullError) not now.
         """
+        prompts = await self._encoded(prompts, "prompts")
         return await self._stream(
             prompts, lambda: self._engine.stream(prompts, params, adapters, priority)
         )
+
+    async def _encoded(self, prompts, key: str):
+        """Not in the engine's thread: a long text would keep everybody waiting."""
+        if isinstance(prompts, list | tuple) and any(isinstance(its, str) for its in prompts):
+            return await asyncio.to_thread(self._engine._intake.encoded, prompts, key)
+        return prompts
 
     async def _stream(self, prompts, open_stream: Callable[[], RequestStream]) -> DeltaStream:
         call = _Call()
@@ -140,6 +147,7 @@ class AsyncEngine:
         Raises:
           RequestError: it cannot be served, was aborted by `sleep`, or (QueueFullError) not now.
         """
+        token_ids = await self._encoded(token_ids, "token_ids")
         arguments = token_ids, adapters, return_logits, top_logprobs, priority
         stream = self._stream(token_ids, lambda: self._engine._open_scores(*arguments))
         with await stream as deltas:
@@ -159,9 +167,17 @@ class AsyncEngine:
         """`Engine.update_adapter`."""
         return await self._run(lambda: self._engine.update_adapter(name, params))
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, when_busy: str = "refuse") -> None:
         """`Engine.unload_adapter`."""
-        await self._run(lambda: self._engine.unload_adapter(name))
+        await self._run(lambda: self._engine.unload_adapter(name, when_busy))
+
+    async def pin_adapter(self, name: str) -> AdapterInfo:
+        """`Engine.pin_adapter`."""
+        return await self._run(lambda: self._engine.pin_adapter(name))
+
+    async def unpin_adapter(self, name: str) -> AdapterInfo:
+        """`Engine.unpin_adapter`."""
+        return await self._run(lambda: self._engine.unpin_adapter(name))
 
     async def adapters(self) -> list[AdapterInfo]:
         """`Engine.adapters`."""
@@ -244,7 +260,9 @@ class AsyncEngine:
 
     def _hand_over(self) -> None:
         for call in list(self._calls):
-            if call.hand_over():
+            with self._engine._runner.lock:
+                ended = call.hand_over()
+            if ended:
                 self._forget(call)
 
     def _open(self, call: _Call, prompts, open_stream: Callable[[], RequestStream]) -> None:

@@ -49,6 +49,7 @@ class Intake:
                 f"params[{index}]",
                 has_text=self.codec is not None,
                 max_logprobs=self._options.max_logprobs,
+                vocab_size=self._config.vocab_size,
             )
             request = GenerateRequest(
                 index=index,
@@ -72,7 +73,7 @@ class Intake:
         """What `Engine.score` asks for. Raises RequestError."""
         validate.alternatives(top_logprobs, "top_logprobs", self._options.max_logprobs)
         requests = []
-        for index, prompt in enumerate(validate.sequence_of_prompts(token_ids)):
+        for index, prompt in enumerate(validate.sequence_of_prompts(token_ids, "token_ids")):
             tokens = self._token_ids(prompt, f"token_ids[{index}]")
             request = ScoreRequest(
                 index=index,
@@ -86,6 +87,15 @@ class Intake:
             requests.append(request)
         self._choose(requests, adapters, priority)
         return requests
+
+    def encoded(self, prompts, key: str):
+        """Token ids in place of texts, in any thread; what is no list is left to be refused."""
+        if not isinstance(prompts, list | tuple):
+            return prompts
+        return [
+            self.text_codec(f"{key}[{index}]").encode(prompt) if isinstance(prompt, str) else prompt
+            for index, prompt in enumerate(prompts)
+        ]
 
     def text_codec(self, key: str) -> TextCodec:
         """The tokenizer; raises RequestError if there is none."""

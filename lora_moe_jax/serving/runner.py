@@ -8,6 +8,7 @@ stops is thus found to have ended a step late: what was computed beyond is dropp
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -74,10 +75,16 @@ class Runner:
         self._page_size = scheduler.pool.page_size
         self._streams: dict[Request, TextStream] = {}
         self.deltas: dict[Request, deque[Delta]] = {}
+        # Threads share steps. Whoever streams looks under it whether a request is done: its last
+        # delta is there before that.
+        self.lock = threading.RLock()
 
-    @uninterrupted()
     def run(self, requests: Sequence[Request]) -> Iterator[Delta]:
         """Steps the engine until these requests are done; others that are running go along."""
+        with uninterrupted(), self.lock:
+            return self._run(requests)
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[Delta]:
         for request in requests:
             self.deltas[request] = deque()
             if isinstance(request, GenerateRequest) and self._codec is not None:
@@ -94,10 +101,11 @@ class Runner:
             unfinished = list(requests)
             while unfinished:
                 for request in list(unfinished):
-                    deltas = self.deltas[request]
-                    while deltas:
-                        yield deltas.popleft()
-                    if request.done:
+                    with self.lock:
+                        deltas, done = list(self.deltas[request]), request.done
+                        self.deltas[request].clear()
+                    yield from deltas
+                    if done:
                         unfinished.remove(request)
                 # One that was aborted after its turn has a delta to hand over first.
                 if unfinished and not any(request.done for request in unfinished):
@@ -105,25 +113,28 @@ class Runner:
         finally:
             self.forget(requests)
 
-    @uninterrupted()
     def forget(self, requests: Sequence[Request]) -> None:
         """Ends requests that have not ended, silently; harmless a second time."""
-        for request in requests:
-            self._finish(request)
-            self.deltas.pop(request, None)
-            self._streams.pop(request, None)
+        with uninterrupted(), self.lock:
+            for request in requests:
+                self._finish(request)
+                self.deltas.pop(request, None)
+                self._streams.pop(request, None)
 
     @property
     def host_ms_per_step(self) -> float:
         """What the host did for a step on average, waiting for results apart."""
         return 1e3 * self._host_seconds / max(self.counts["steps"], 1)
 
-    @uninterrupted()
     def step(self) -> None:
         """Begins a step of all running requests, and reads the one before it into `deltas`.
 
         If it fails, every request that runs starts over, with the tokens that have come out of it.
         """
+        with uninterrupted(), self.lock:
+            self._step()
+
+    def _step(self) -> None:
         begun, waited = time.perf_counter(), self.steps.waited
         with self._starting_over():
             batch = self.scheduler.next_batch()
@@ -248,12 +259,15 @@ class Runner:
         delta = Delta(request.index, token, shown, text, completion, top, chunk.version)
         self.deltas[request].append(delta)
 
-    @uninterrupted()
     def abort(self, request: Request) -> None:
         """Ends a request, with what it has, unless it has ended.
 
         What steps under way give it is dropped.
         """
+        with uninterrupted(), self.lock:
+            self._abort(request)
+
+    def _abort(self, request: Request) -> None:
         if request.done:
             return
         request.aborted = True

@@ -44,22 +44,21 @@ class SamplingParams:
 
     def __post_init__(self):
         for key, value in vars(self).items():
-            if isinstance(value, np.generic | np.ndarray):
-                object.__setattr__(self, key, value.tolist())
+            object.__setattr__(self, key, _plain(value))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for key in ("stop", "stop_token_ids"):
             self._require(key, "a list", isinstance(getattr(self, key), list | tuple))
-            object.__setattr__(self, key, tuple(getattr(self, key)))
+            object.__setattr__(self, key, tuple(map(_plain, getattr(self, key))))
         if isinstance(self.logprobs, bool):
             object.__setattr__(self, "logprobs", 0 if self.logprobs else None)
         counted = self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS)
         self._require("logprobs", f"None, or an integer from 0 to {MAX_LOGPROBS}", counted)
         self._require("ignore_eos", "True or False", isinstance(self.ignore_eos, bool))
-        self._require("max_tokens", "an integer of at least 1", _is_int(self.max_tokens, 1))
+        self._require("max_tokens", "an integer from 1 to 2**31 - 1", _is_int(self.max_tokens, 1))
         warm = _is_number(self.temperature, 0, 1e30)
         self._require("temperature", "a number from 0 to 1e30", warm)
-        self._require("top_k", "an integer of at least 0", _is_int(self.top_k, 0))
+        self._require("top_k", "an integer from 0, for all, to 2**31 - 1", _is_int(self.top_k, 0))
         in_range = _is_number(self.top_p, 0, 1) and self.top_p > 0
         self._require("top_p", "a number above 0, at most 1", in_range)
         self._require("min_p", "a number from 0 to 1", _is_number(self.min_p, 0, 1))
@@ -84,6 +83,11 @@ class SamplingParams:
                 expected=expected,
                 found=repr(getattr(self, key)),
             )
+
+
+def _plain(value):
+    """NumPy's numbers and arrays as Python's."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def _is_int(value, low, high=2**31 - 1) -> bool:

@@ -9,16 +9,18 @@ import numpy as np
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving.sampling_params import MAX_LOGPROBS, SamplingParams
 
+_ONE = {"params": "SamplingParams", "adapters": "a name or None", "priority": "an integer"}
 
-def sequence_of_prompts(prompts) -> list:
+
+def sequence_of_prompts(prompts, key: str = "prompts") -> list:
     """A list of prompts; a lone string or list of token ids is a common slip."""
     if isinstance(prompts, np.ndarray):
         prompts = list(prompts)
     lone_tokens = isinstance(prompts, Sequence) and any(_is_int(item) for item in prompts)
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or lone_tokens:
         raise RequestError(
-            "prompts must be a list, one entry for each request",
-            key="prompts",
+            f"{key} must be a list, one entry for each request",
+            key=key,
             expected="a list of strings or of lists of token ids",
             found=type(prompts).__name__,
             hint="put a single prompt into a list",
@@ -58,9 +60,16 @@ def one_each(key: str, values, count: int) -> list:
     if values is None or isinstance(values, str | SamplingParams) or _is_int(values):
         return [values] * count
     if not isinstance(values, Sequence) or len(values) != count:
-        found = len(values) if isinstance(values, Sequence) else type(values).__name__
+        if isinstance(values, Sequence):
+            expected, found = count, len(values)
+        else:
+            expected = f"{_ONE[key]}, or a list of {count}, one for each prompt"
+            found = type(values).__name__
         raise RequestError(
-            f"{key} must have one entry for each prompt", key=key, expected=str(count), found=found
+            f"{key} must have one entry for each prompt",
+            key=key,
+            expected=str(expected),
+            found=found,
         )
     return list(values)
 
@@ -89,7 +98,7 @@ def alternatives(value, key: str, limit: int) -> None:
         )
 
 
-def params(value, key: str, *, has_text: bool, max_logprobs: int) -> None:
+def params(value, key: str, *, has_text: bool, max_logprobs: int, vocab_size: int) -> None:
     """Settings that this engine can follow."""
     if not isinstance(value, SamplingParams):
         raise RequestError(
@@ -102,6 +111,14 @@ def params(value, key: str, *, has_text: bool, max_logprobs: int) -> None:
             expected="tokenizer.json in the model folder",
             found="none",
             hint="use stop_token_ids",
+        )
+    unknown = [token for token in value.stop_token_ids if token >= vocab_size]
+    if unknown:
+        raise RequestError(
+            "a token that is to stop is none of the model's",
+            key=f"{key}.stop_token_ids",
+            expected=f"integers from 0 to {vocab_size - 1}",
+            found=unknown[0],
         )
     alternatives(value.logprobs or 0, f"{key}.logprobs", max_logprobs)
 

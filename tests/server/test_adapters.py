@@ -111,6 +111,8 @@ def test_bad_adapters_and_names(admin, quiet):
         tensors | {key: np.full_like(tensors[key], np.nan)}, quiet / "adapter_model.safetensors"
     )
     assert key in refusal(load(admin, "new", "quiet"), 400, "lora_path")
+    (quiet / "adapter_config.json").write_text("{")
+    assert "(adapter_config.json)" in refusal(load(admin, "new", "quiet"), 400, "lora_path")
 
 
 def test_what_overflows_has_no_logprobs(admin, engine, quiet):
@@ -145,4 +147,4 @@ def test_an_adapter_in_use_stays(admin, slow_steps):
     with admin.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()  # the connection ends with it
         next(lines)
-        assert "in use (lora_name)" in refusal(unload(admin, "shout"), 400, "lora_name")
+        assert "in use (lora_name)" in refusal(unload(admin, "shout"), 409, "lora_name")

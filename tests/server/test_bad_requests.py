@@ -132,6 +132,28 @@ def test_a_request_that_is_too_long_has_its_own_code(http):
         assert error["code"] == "context_length_exceeded" and "500" in error["message"]
 
 
+def test_nobody_is_told_of_tokens_that_he_did_not_ask_for(http):
+    """OpenAI's default of completions is 16; near the end of the context as many as fit."""
+    body = {"model": COMPLETION["model"], "prompt": [1] * 120, "ignore_eos": True}
+    answer = http.post("/v1/completions", json=body).json()
+    assert answer["usage"]["completion_tokens"] == 8
+    answer = http.post("/v1/completions", json=body | {"prompt": [1]}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_tokens_that_are_none_of_the_models(http):
+    error = check_refused(
+        http.post("/v1/completions", json=COMPLETION | {"stop_token_ids": [10**6]})
+    )
+    assert error["param"] == "stop_token_ids" and "1000000" in error["message"]
+
+
+def test_half_a_character_is_not_called_bad_json(http):
+    body = b'{"model": "pocket", "prompt": "\\ud800"}'
+    error = check_refused(http.post("/v1/completions", content=body))
+    assert "no lone surrogates" in error["message"]
+
+
 @pytest.mark.parametrize(("change", "param"), BAD_CHATS, ids=lambda v: str(v)[:40])
 def test_bad_chats(http, change, param):
     error = check_refused(http.post("/v1/chat/completions", json=CHAT | change))

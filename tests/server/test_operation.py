@@ -61,6 +61,8 @@ def test_metrics(http):
 
 def test_the_key(open_address, admin):
     assert admin.get("/v1/models").status_code == 200
+    spelled = {"Authorization": admin.headers["Authorization"].replace("Bearer", "bearer")}
+    assert admin.get("/v1/models", headers=spelled).status_code == 200
     with httpx.Client(base_url=open_address, trust_env=False) as stranger:
         assert stranger.get("/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
@@ -235,6 +237,10 @@ def test_what_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys, t
         "--adapter", f"mine={ADAPTERS['shout']}", "--served-name", "mine"
     )
     assert "NAME=FOLDER" in refusal("--adapter", "nobody")
+    assert "is not there" in refusal("--adapter", f"a={tmp_path / 'missing'}")
+    assert "no slot" in refusal("--adapter", "shout", "--max-adapters", "0")
+    assert "max_waiting" in refusal("--max-waiting", "-1")
+    assert "tokenizer.json" in refusal("--model", str(tmp_path))
 
 
 def test_without_the_extra(monkeypatch, capsys):

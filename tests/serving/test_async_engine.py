@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -264,12 +265,46 @@ def test_adapters_come_and_go_beside_a_request(slow):
             await running.load_adapter("c", folder / "nothing")
         with pytest.raises(AdapterError):
             await running.load_adapter("c", 5)
+        assert (await running.pin_adapter("b")).pinned
+        assert not (await running.unpin_adapter("b")).pinned
+        await running.unload_adapter("a", when_busy="finish")
+        assert [i.name for i in await running.adapters()] == ["b"]
         *_, last = [delta async for delta in deltas]
         assert last.completion.adapter_version == info.version  # the one that it began with
-        await running.unload_adapter("a")
         return [i.name for i in await running.adapters()]
 
     assert run(slow, main) == ["b"]
+
+
+def test_threads_share_the_engine(slow):
+    """Beside tasks, too: everybody gets what he would get alone."""
+    cases = [([5, 6, 7], 20), ([8], 7), ([9, 5, 6], 30), ([6] * 9, 1)]
+    expected = [slow.generate([prompt], greedy(count))[0] for prompt, count in cases]
+
+    def work(number):
+        prompt, count = cases[number % len(cases)]
+        if number % 3:
+            return slow.generate([prompt], greedy(count))[0]
+        *_, last = slow.stream([prompt], greedy(count))
+        return last.completion
+
+    async def main(running):
+        with ThreadPoolExecutor(6) as threads:
+            loop = asyncio.get_running_loop()
+            others = [loop.run_in_executor(threads, work, number) for number in range(24)]
+            for prompt, count in cases * 2:
+                *_, last = [delta async for delta in running.generate(prompt, greedy(count))]
+                yield prompt, last.completion
+            for number, its in enumerate(await asyncio.gather(*others)):
+                yield cases[number % len(cases)][0], its
+
+    async def collected(running):
+        return [its async for its in main(running)]
+
+    of_prompt = {tuple(prompt): bits(its) for (prompt, _), its in zip(cases, expected, strict=True)}
+    for prompt, its in run(slow, collected):
+        assert bits(its) == of_prompt[tuple(prompt)]
+    assert not slow.stats().running and not slow.stats().waiting
 
 
 def test_closing_ends_open_requests_and_refuses_new_ones(slow):

@@ -240,6 +240,22 @@ def test_bad_params_of_requests(one, params):
     with pytest.raises(RequestError) as caught:
         one.generate([[1, 2]], params)
     assert caught.value.key.startswith("params")
+    if isinstance(params, dict):
+        assert "SamplingParams" in caught.value.expected
+
+
+def test_a_stop_token_is_one_of_the_models(one):
+    last = one.config.vocab_size - 1
+    one.generate([[1, 2]], SamplingParams(max_tokens=1, stop_token_ids=[np.int64(last)]))
+    with pytest.raises(RequestError) as caught:
+        one.generate([[1, 2]], SamplingParams(stop_token_ids=[3, last + 1]))
+    assert caught.value.key == "params[0].stop_token_ids"
+
+
+def test_a_lone_sequence_to_score(one):
+    with pytest.raises(RequestError) as caught:
+        one.score([1, 2, 3])
+    assert caught.value.key == "token_ids"
 
 
 def test_text_needs_a_tokenizer(one):
