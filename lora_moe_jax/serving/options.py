@@ -182,7 +182,7 @@ def rank_classes(
         return ((max_rank, max_adapters),)
     for rank, slots in max_rank.items():
         _check_size("max_rank", rank)
-        _check_size(f"max_rank[{rank}]", slots)
+        _check_size("max_rank", slots)
     if sum(max_rank.values()) != max_adapters or not max_rank:
         raise ConfigError(
             "the slots of all ranks together are not as many as there are to be",
