@@ -49,8 +49,8 @@ from pallas_kernels import Lora
 class Engine:
     """Scores and generates with any mix of adapters over one base model.
 
-    Build it with `from_pretrained`. Threads may share `generate`, `stream` and `score`, and take its
-    steps together; everything else is for one thread, while no other uses the engine.
+    Build it with `from_pretrained`. Threads may share `generate`, `stream` and `score`, and take
+    its steps together; everything else is for one thread, while no other uses the engine.
 
     Attributes:
       config: what the base model is.
