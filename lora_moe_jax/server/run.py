@@ -13,7 +13,7 @@ from lora_moe_jax.server.app import create_app
 from lora_moe_jax.server.names import ModelNames
 from lora_moe_jax.serving.async_engine import AsyncEngine
 from lora_moe_jax.serving.engine import Engine
-from lora_moe_jax.serving.text import TextCodec
+from lora_moe_jax.serving.text import TOKENIZER_FILE
 
 SHUTDOWN_SECONDS = 10  # how long open responses may go on after the first Ctrl-C
 
@@ -48,12 +48,12 @@ def check_adapter_root(root: Path | None) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises ConfigError for a model that has no tokenizer."""
-    if TextCodec.from_folder(folder) is None:
+    """Raises ConfigError for a model that has no tokenizer, before it is loaded."""
+    if not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(
             "the model cannot be served over HTTP",
             file=folder,
-            key="tokenizer.json",
+            key=TOKENIZER_FILE,
             expected="a model folder with a tokenizer",
             found="none",
         )

@@ -122,6 +122,7 @@ class AsyncEngine:
     async def _encoded(self, prompts, key: str):
         """Not in the engine's thread: a long text would keep everybody waiting."""
         if isinstance(prompts, list | tuple) and any(isinstance(its, str) for its in prompts):
+            self.check_count(len(prompts))
             return await asyncio.to_thread(self._engine._intake.encoded, prompts, key)
         return prompts
 

@@ -88,10 +88,8 @@ class Intake:
         self._choose(requests, adapters, priority)
         return requests
 
-    def encoded(self, prompts, key: str):
-        """Token ids in place of texts, in any thread; what is no list is left to be refused."""
-        if not isinstance(prompts, list | tuple):
-            return prompts
+    def encoded(self, prompts: Sequence[Prompt], key: str) -> list:
+        """Token ids in place of texts, in any thread. Raises RequestError."""
         return [
             self.text_codec(f"{key}[{index}]").encode(prompt) if isinstance(prompt, str) else prompt
             for index, prompt in enumerate(prompts)

@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from lora_moe_jax.errors import CheckpointError, RequestError
 from lora_moe_jax.strict_json import read_json_object
 
+TOKENIZER_FILE = "tokenizer.json"
 # What a template raises by itself, and what its expressions raise on messages of another shape.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError)
 
@@ -36,7 +37,7 @@ class TextCodec:
         Raises:
           CheckpointError: a damaged tokenizer.json or tokenizer_config.json.
         """
-        file = Path(folder) / "tokenizer.json"
+        file = Path(folder) / TOKENIZER_FILE
         if not file.is_file():
             return None
         try:
@@ -45,7 +46,7 @@ class TextCodec:
             raise CheckpointError(
                 "the tokenizer cannot be read",
                 file=file,
-                key="tokenizer.json",
+                key=TOKENIZER_FILE,
                 expected="a file that the tokenizers library writes",
                 found=str(error),
             ) from error
