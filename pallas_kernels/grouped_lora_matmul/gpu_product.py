@@ -116,7 +116,7 @@ def product_kernel(
     lora = terms, starts, firsts, schedule
     static = contract, gate, tables, interpreted, out_dtype
     layout = ProductLayout(x, w, *lora, *static, bias=bias, norm=norm)
-    columns = whole_lines(layout.width, schedule.width)
+    columns = layout.width if layout.slices.apart else whole_lines(layout.width, schedule.width)
     out_type = [jax.ShapeDtypeStruct((x.shape[0], columns), out_dtype)]
     if layout.beside:
         out_type.append(jax.ShapeDtypeStruct((x.shape[0], layout.beside.columns), x.dtype))

@@ -297,17 +297,25 @@ class ProductConsumer:
 
     def store_row_by_row(self, tile, buffer, block):
         """Writes a block of a tile of one chunk."""
-        width, columns = self.schedule.width, self.columns_of(tile, block)
+        first = self.columns_of(tile, block).start
 
-        def store(row, carry):
-            plgpu.copy_smem_to_gmem(
-                buffer.at[pl.ds(row, 1), pl.ds(0, width)],
-                self.y.at[pl.ds(tile.row + row, 1), columns],
-                commit_group=False,
-            )
-            return carry
+        def store_columns(width):
+            def store(row, carry):
+                plgpu.copy_smem_to_gmem(
+                    buffer.at[pl.ds(row, 1), pl.ds(0, width)],
+                    self.y.at[pl.ds(tile.row + row, 1), pl.ds(first, width)],
+                    commit_group=False,
+                )
+                return carry
 
-        lax.fori_loop(0, tile.rows, store, None)
+            lax.fori_loop(0, tile.rows, store, None)
+
+        slices = self.layout.slices
+        if not slices.apart:
+            store_columns(self.schedule.width)
+            return
+        for width in slices.widths:
+            pl.when(slices.width_of(tile.feature) == width)(functools.partial(store_columns, width))
 
     def store_rest(self, tile):
         """Writes the rows of a tile's last chunk if it is not whole, still in its buffers.

@@ -68,7 +68,8 @@ class Inner:
 
     def fits(self, features: int) -> bool:
         """Whether the terms of a tile of so many features have their ranks in one block."""
-        apart = all(start % features == 0 for start in self.starts[1:])
+        # Narrow tiles are cut where terms begin and end, see `gpu_slices`.
+        apart = features < RANKS or all(start % features == 0 for start in self.starts[1:])
         return self.used <= RANKS and (self.gated or apart)
 
     def of_tile(self, feature, action):

@@ -23,6 +23,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     words_of_tile,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import rank_step
+from pallas_kernels.grouped_lora_matmul.gpu_slices import Slices, columns_of_terms
 from pallas_kernels.hopper.dependent_launch import begins_early
 from pallas_kernels.hopper.memory import overlaid, two_views
 from pallas_kernels.layered import is_layered, merged
@@ -71,7 +72,6 @@ class ProductLayout:
         self.width = w.shape[3 - contract] // self.parts
         self.dtype, self.out_dtype = x.dtype, out_dtype
         self.k_steps = pl.cdiv(self.k, K_STEP * schedule.depth)
-        self.feature_tiles = pl.cdiv(self.width, schedule.features)
         self.chunk = min(CHUNK, schedule.heights[-1])
         self.chunks = chunks(schedule.heights, self.chunk)
         self.terms = 0 if terms is None else len(terms.factors)
@@ -92,6 +92,11 @@ class ProductLayout:
         self.inner = None
         if unmade and self.beside is None:
             self.inner = Inner(unmade, starts, self.widths, gate is not None)
+        columns = (self.width,)
+        if self.inner and gate is None:
+            columns = columns_of_terms(self.width, starts, self.widths)
+        self.slices = Slices.of(columns, schedule.features)
+        self.feature_tiles = sum(self.slices.counts)
         # Terms of one shrink are columns of one array: it is passed once, and described once.
         arrays = [] if terms is None else [id(u.array) for u in terms.u]
         self.u_array = tuple(list(dict.fromkeys(arrays)).index(its) for its in arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -58,7 +59,8 @@ class ProductMemory:
         def load(i, again, state):
             tile, step = state
             # A carried number's divisors are forgotten.
-            tile = tile._replace(feature=pl.multiple_of(tile.feature, 64))
+            unit = math.gcd(64, self.schedule.features)
+            tile = tile._replace(feature=pl.multiple_of(tile.feature, unit))
             # Read now, needed after this tile.
             following = self.feed.read(i + 1)
             self.feed.load(tile, i, self.layer)

@@ -19,6 +19,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     stage_of_shrink,
     whole,
 )
+from pallas_kernels.grouped_lora_matmul.gpu_slices import Slices
 from pallas_kernels.grouped_lora_matmul.gpu_tile_heights import likely_heights
 from pallas_kernels.hopper.machine import ARRAY, PROGRAMS, SHARED_MEMORY
 from pallas_kernels.hopper.store import whole_lines
@@ -97,6 +98,7 @@ def product_schedule(
     beside: int = 0,
     biased: bool = False,
     alone: bool = False,
+    columns: tuple[int, ...] = (),
 ) -> ProductSchedule:
     """For `rows` rows over `groups` groups, `width` features in each of `parts` parts.
 
@@ -107,7 +109,10 @@ def product_schedule(
       beside: bytes of shared memory that a shrink has in the same program.
       biased: whether the sums have a bias.
       alone: see `ProductSchedule`.
+      columns: of the product's features, between all that a term begins or ends at, where the
+        product makes u.
     """
+    columns = columns or (width,)
     mean = rows / groups
     heights = (LOWEST_TILE,) if alone else _heights(rows, groups)
     most_tiles = rows if alone else _most_tiles(rows, groups)
@@ -132,9 +137,9 @@ def product_schedule(
         if parts > 1:
             narrow = _narrow_gated(width, most_tiles, made_ranks)
         elif groups == 1:
-            narrow = _narrow(width, made_ranks)
+            narrow = _narrow(columns, made_ranks)
     w_rows = parts * blocks * consumers * narrow
-    slices = -(-width // (narrow * blocks * consumers))
+    slices = sum(Slices.of(columns, narrow * blocks * consumers).counts)
     if equal and groups == 1 and rows > TALLEST:
         heights = (_height_of_turns(rows, slices, w_rows),)
         most_tiles = -(-rows // heights[-1])
@@ -277,16 +282,21 @@ def _makes_all_of_h(width: int, features: int) -> bool:
     return -(-width // features) * features >= whole_lines(width, 64)
 
 
-def _narrow(width: int, made_ranks: int) -> int:
+def _narrow(columns: tuple[int, ...], made_ranks: int) -> int:
     """Features of a tile of a layer of so few that programs of 64 would draw less than memory has.
 
-    With those of u they are one block.
+    With those of u they are one block: also of a layer of more, if all tiles still begin at once.
+    A in a block of its own would leave W a stage less, to be on its way before x is there.
     """
-    features = 64
+    features, width = 64, sum(columns)
     while features > NARROWEST and width // features < ENOUGH_PROGRAMS:
         features //= 2
     while NARROWEST < features < 64 and features + made_ranks > 64:
         features //= 2
+    beside = 64 - made_ranks
+    if features == 64 and NARROWEST <= beside <= min(columns):
+        if sum(Slices.of(columns, beside).counts) <= PROGRAMS:
+            return beside
     return features if features + made_ranks <= 64 else 64
 
 

@@ -100,7 +100,7 @@ class TileFeed:
         row, rows, group = words
         k_steps = jnp.where(group < layout.groups, layout.k_steps, 0)
         group = jnp.minimum(group, layout.groups - 1)
-        feature = slice_of * self.schedule.features
+        feature = layout.slices.first_feature(slice_of)
         slot = lax.rem(i, jnp.int32(TILES))
         return Tile(slot, number, group, row, rows, k_steps, feature, jnp.int32(0), place)
 

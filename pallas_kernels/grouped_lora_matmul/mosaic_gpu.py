@@ -38,6 +38,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     shrink_of_tiles,
     shrink_schedule,
 )
+from pallas_kernels.grouped_lora_matmul.gpu_slices import columns_of_terms
 from pallas_kernels.grouped_lora_matmul.gpu_spread_shrink import spread_and_shrink
 from pallas_kernels.grouped_lora_matmul.lora import Lora, classes_of
 from pallas_kernels.hopper.machine import runs_all_programs_at_once
@@ -153,7 +154,8 @@ def product(
     if factors:
         factors = tuple(map(_whole_ranks, factors))
         groups = w.shape[0] if tables.equal else None
-        terms, schedule = _terms(x, tables, u, factors, starts, firsts, gate, schedule, groups)
+        of_terms = u, factors, starts, firsts, gate
+        terms, schedule = _terms(x, tables, *of_terms, schedule, groups, width)
     schedule = schedule()
     if norm and (schedule.consumers > 1 or (terms and (terms.beside or not terms.unmade))):
         return None
@@ -286,21 +288,25 @@ def _shrink_of_tiles(x, down, factors, scalings, firsts) -> Shrink | None:
     return Shrink(factors, scalings, layout)
 
 
-def _terms(x, tables, u, factors, starts, firsts, gate, schedule, groups: int | None):
+def _terms(x, tables, u, factors, starts, firsts, gate, schedule, groups: int | None, width: int):
     """The low-rank terms, and the product's schedule as a function, which makes u where it may.
 
     Args:
       groups: how many of equally many rows there are; None: of others.
+      width: features of the product, or of each of its parts.
     """
     if not isinstance(u[0], Unmade):
         return Terms(tuple(u), factors), schedule
     widths = tuple(factor.shape[3] for factor in factors)
-    rows, width = x.shape[0], max(map(sum, zip(starts, widths, strict=True)))
+    rows = x.shape[0]
     again = groups == 1 < rows and is_read_again(rows, width)
     rows_are_tiles = tables.rows_alone or rows in (1, groups) or again
     if rows_are_tiles and len(set(firsts)) == 1:
         inner = Inner(u, starts, widths, gate is not None)
-        its_schedule = functools.partial(schedule, made_ranks=inner.used, alone=again)
+        columns = () if gate else columns_of_terms(width, starts, widths)
+        its_schedule = functools.partial(
+            schedule, made_ranks=inner.used, alone=again, columns=columns
+        )
         if inner.fits(its_schedule().features):
             return Terms((), factors, tuple(u)), its_schedule
     a, scalings = zip(*u, strict=True)

@@ -39,6 +39,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     shrink_of_tiles,
     shrink_schedule,
 )
+from pallas_kernels.grouped_lora_matmul.gpu_slices import columns_of_terms
 from pallas_kernels.hopper.kept_kernel import nothing_kept
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.cases import in_layers
@@ -215,6 +216,8 @@ class InnerCase(ProductCase):
         used = rank_tile(max(ranks)) * (len(ranks) if self.gate is not None else 1)
         sizes = self.rows, self.groups, width, parts
         of_case = dict(equal=self.equal, biased=self.biased, alone=self.groups == 1 < self.rows)
+        if self.gate is None:
+            of_case["columns"] = columns_of_terms(width, *self.columns)
         schedule = product_schedule(*sizes, made_ranks=used, **of_case)
         cut = dict(programs=PROGRAMS, stages=min(schedule.stages, 3)) | dict(self.cut)
         schedule = dataclasses.replace(schedule, **cut)

@@ -195,6 +195,15 @@ INNER = {
     "a dense row": InnerCase(
         1, 128, 192, (Term(0, 128, 24), Term(128, 64, 8)), groups=1, layered=True, equal=True
     ),
+    "a dense row in tiles of 48": InnerCase(
+        1,
+        64,
+        3200,
+        (Term(0, 2048, 16), Term(2048, 576, 8), Term(2624, 576, 16)),
+        groups=1,
+        equal=True,
+        layered=True,
+    ),
     "biased, gated tiles of 48": InnerCase(
         3,
         64,

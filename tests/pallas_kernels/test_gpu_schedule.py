@@ -300,6 +300,18 @@ def test_few_features_are_spread_over_many_programs(width, made_ranks, features)
     assert gs.product_schedule(1, 1, width, contract=1).width == 64
 
 
+def test_many_features_leave_room_for_ranks_in_one_block():
+    heads = dict(columns=(4096, 512, 512))
+    schedule = gs.product_schedule(1, 1, 5120, made_ranks=16, equal=True, **heads)
+    assert (schedule.features, schedule.programs) == (48, 86 + 11 + 11)
+    # W has as many stages as without adapters.
+    assert schedule.stages == gs.product_schedule(1, 1, 5120, equal=True).stages
+    # Not where some tiles would begin after others, nor where columns are narrower.
+    assert gs.product_schedule(1, 1, 5120, made_ranks=32, **heads).features == 64
+    assert gs.product_schedule(1, 1, 6400, made_ranks=16).features == 64
+    assert gs.product_schedule(1, 1, 4128, made_ranks=16, columns=(4096, 32)).features == 64
+
+
 def test_ranks_that_leave_no_room_for_few_features():
     assert gs.product_schedule(1, 1, 128, made_ranks=64).width == 64
 
