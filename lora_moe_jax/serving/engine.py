@@ -57,6 +57,7 @@ class Engine:
       options: what the engine was built with, nothing left open.
       arrays: the model's arrays, which a `Trainer` computes with too.
       bank: those of the adapter slots.
+      folder: the base model's, as `from_pretrained` was given it; else None.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Engine:
         self.options = options
         self.arrays = arrays
         self.bank = arrays.bank
+        self.folder: str | None = None
         self._writer = SlotWriter(arrays.bank)
         self._adapters = AdapterPool(
             arrays.bank.ranks,
@@ -204,7 +206,9 @@ class Engine:
             model = load_model(
                 checkpoint, config, dtype=dtype, adapters=slots, mesh=mesh, progress=bar.update
             )
-        return cls.from_model(model, codec, options, mesh=mesh, progress=progress)
+        engine = cls.from_model(model, codec, options, mesh=mesh, progress=progress)
+        engine.folder = os.fspath(folder)
+        return engine
 
     @classmethod
     def from_model(

@@ -202,6 +202,8 @@ class Trainer:
     ) -> None:
         """Writes an adapter's float32 parameters; loaded again it gives the same bits in a slot.
 
+        Its configuration names the engine's model folder as the base model.
+
         Raises:
           AdapterError: it is not in training, or see `write_adapter`.
         """
@@ -211,7 +213,8 @@ class Trainer:
             projection: LoraPair(*master, shapes[projection].scaling, shapes[projection].ranks)
             for projection, master in training.stacks.split(training.masters).items()
         }
-        adapter = Adapter(pairs, "device", AdapterConfig())
+        config = AdapterConfig(base_model=self._engine.folder)
+        adapter = Adapter(pairs, "device", config)
         write_adapter(folder, adapter, self._every_projection(), layout=layout)
 
     # State

@@ -71,10 +71,12 @@ class ProductConsumer:
         return self.feed.for_parts(tile, by_run, self.compute_part, step)
 
     def compute_part(self, tile: Tile, step, i=None):
+        if self.layout.has_runs:
+            # Read while W is on its way.
+            adapted = self.feed.adapted_rows(tile)
         multiply = functools.partial(self.multiply, tile)
         sums, step = for_height(self.schedule.heights, tile.rows, multiply, step)
         if self.layout.has_runs:
-            adapted = self.feed.adapted_rows(tile)
             # Out of the way of tiles of one adapter, or none: their code follows itself.
             add = functools.partial(self.add_runs, tile, adapted)
             sums, step = lax.cond(adapted > 0, add, lambda *carry: carry, sums, step)
@@ -96,9 +98,10 @@ class ProductConsumer:
         """The base product: each accumulator in pieces, which mean nothing from `height` on."""
         s, layout = self.schedule, self.layout
         blocks, inner = layout.parts * s.blocks, layout.inner
-        if inner:
+        if layout.terms and not layout.in_place:
             # Read while W is on its way.
             slot = self.feed.only_slot(tile)
+        if inner:
             some = jnp.maximum(slot, 0)
             scalings = inner.scaling(self.lora.scalings, self.layer, some, tile)
 
@@ -151,7 +154,7 @@ class ProductConsumer:
                 end = self.in_place.add_runs(tile, is_mixed, sums, height, end)
             elif layout.terms:
                 places = [(i, 0, height) for i in range(blocks)]
-                steps = self.whole_steps(tile)
+                steps = jnp.where(slot >= 0, self.steps_of_run(tile, slot), 0)
                 end = self.low_rank_steps(sums, places, steps, end)
             totals = tuple(accumulator[...] for accumulator in sums)
             if layout.in_place:
@@ -203,11 +206,6 @@ class ProductConsumer:
             return step + 1
 
         return lax.fori_loop(0, steps, add, step)
-
-    def whole_steps(self, tile):
-        """Low-rank stages of a tile with one adapter; 0 for others."""
-        slot = self.feed.only_slot(tile)
-        return jnp.where(slot >= 0, self.steps_of_run(tile, slot), 0)
 
     def steps_of_run(self, tile, slot):
         sets = self.layout.sets()

@@ -142,7 +142,8 @@ def test_files(pair, tmp_path):
     expected = scores(engine, batch)
     for layout in ("peft", "per_expert"):
         trainer.save_adapter("a", tmp_path / layout, layout)
-        read_adapter(tmp_path / layout, table("deepseek_v3"))
+        written = read_adapter(tmp_path / layout, table("deepseek_v3"))
+        assert written.config.base_model == engine.folder
         engine.load_adapter("loaded", tmp_path / layout)
         assert same(scores(engine, [Datum(batch[0].tokens, "loaded")]), expected)
     with pytest.raises(AdapterError):
