@@ -30,26 +30,31 @@ from lora_moe_jax.serving.request import (
 from lora_moe_jax.serving.scheduler import Scheduler
 from lora_moe_jax.serving.step_batch import Chunk, StepBatch
 from lora_moe_jax.serving.step_layout import split_chosen
-from lora_moe_jax.serving.steps import Steps, TopK
+from lora_moe_jax.serving.steps import Scores, Steps, TopK
 from lora_moe_jax.serving.text import TextCodec, TextStream
 from lora_moe_jax.serving.top_logprobs import TopRows
 
 
-class Scores(NamedTuple):
-    """Scores of a step's tokens on the device; logits and most likely ones if anyone wants them."""
-
-    logprobs: jax.Array
-    logits: jax.Array | None
-    top: TopK | None
-
-
 class UnderWay(NamedTuple):
-    """A step that was begun: its batch, and its results on the device."""
+    """A step that was begun: its batch, and its results on the device.
+
+    Attributes:
+      scores: of the tokens from the first that is scored on.
+    """
 
     batch: StepBatch
     chosen: jax.Array
     top: TopK | None
-    scores: Scores | None
+    scores: list[Scores]
+
+
+class ScoredRows(NamedTuple):
+    """The same on the host. `first` is the place in the batch of its first row."""
+
+    first: int
+    logprobs: np.ndarray
+    logits: np.ndarray | None
+    likely: TopRows | None
 
 
 class Runner:
@@ -100,10 +105,7 @@ class Runner:
             yield None
             unfinished = list(requests)
             while unfinished:
-                for request in list(unfinished):
-                    with self.lock:
-                        deltas, done = list(self.deltas[request]), request.done
-                        self.deltas[request].clear()
+                for request, deltas, done in self._taken(unfinished):
                     yield from deltas
                     if done:
                         unfinished.remove(request)
@@ -112,6 +114,16 @@ class Runner:
                     self.step()
         finally:
             self.forget(requests)
+
+    def _taken(self, requests: Sequence[Request]) -> list[tuple[Request, list[Delta], bool]]:
+        """Of each request what nobody has fetched, and whether that is all."""
+        taken = []
+        with uninterrupted(), self.lock:
+            for request in requests:
+                deltas = self.deltas[request]
+                taken.append((request, list(deltas), request.done))
+                deltas.clear()
+        return taken
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Ends requests that have not ended, silently; harmless a second time."""
@@ -175,20 +187,24 @@ class Runner:
             self.counts["prompt_tokens"] += max(min(inside_prompt, chunk.length), 0)
         return UnderWay(batch, results.chosen, results.top, scores)
 
-    def _score(self, batch: StepBatch, hidden: jax.Array | None) -> Scores | None:
-        prompts = batch.chunks[batch.generating :]
-        chunks = [chunk for chunk in prompts if isinstance(chunk.request, ScoreRequest)]
+    def _score(self, batch: StepBatch, hidden: jax.Array | None) -> list[Scores]:
+        chunks = _scored_chunks(batch)
         if not chunks:
-            return None
-        targets, slots = np.zeros(batch.size, np.int32), np.full(batch.size, -1, np.int32)
+            return []
+        first, end = chunks[0].offset, chunks[-1].offset + chunks[-1].length
+        targets, slots = np.zeros(end, np.int32), np.full(end, -1, np.int32)
         for chunk in chunks:
             after = chunk.request.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
             targets[chunk.offset : chunk.offset + len(after)] = after
             slots[chunk.offset : chunk.offset + chunk.length] = chunk.request.slot
-        wanted = any(chunk.request.alternatives for chunk in chunks)
-        logprobs, logits, top = self.steps.score(hidden, slots, targets, wanted)
-        wanted = any(chunk.request.return_logits for chunk in chunks)
-        return Scores(logprobs, logits if wanted else None, top)
+        return self.steps.score(
+            hidden,
+            first,
+            slots[first:],
+            targets[first:],
+            top=any(chunk.request.alternatives for chunk in chunks),
+            logits=any(chunk.request.return_logits for chunk in chunks),
+        )
 
     @uninterrupted()
     def drain(self) -> None:
@@ -201,11 +217,7 @@ class Runner:
         """Hands out what a step has given to the requests that are still as it found them."""
         tokens, logprobs = split_chosen(self.steps.fetch(under_way.chosen))
         several = list(zip(tokens, logprobs, strict=True))
-        likely, scores = self._top_rows(under_way.top), under_way.scores
-        if scores is not None:
-            score_logprobs = self.steps.fetch(scores.logprobs)
-            logits = None if scores.logits is None else self.steps.fetch(scores.logits)
-            score_likely = self._top_rows(scores.top)
+        likely, scored = self._top_rows(under_way.top), self._scored_rows(under_way)
         generated = 0
         for chunk in under_way.batch.chunks:
             request, row = chunk.request, chunk.row
@@ -215,22 +227,37 @@ class Runner:
                         self._take_token(chunk, some_tokens[row], some_logprobs[row], likely)
                         generated += 1
             elif request.life == chunk.life and isinstance(request, ScoreRequest):
-                self._take_score(request, chunk, score_logprobs, logits, score_likely)
+                self._take_score(request, chunk, scored)
         self.counts["generated_tokens"] += generated
 
     def _top_rows(self, top: TopK | None) -> TopRows | None:
         return None if top is None else TopRows(*map(self.steps.fetch, top))
 
-    def _take_score(
-        self, request: ScoreRequest, chunk: Chunk, logprobs, logits, likely: TopRows | None
-    ) -> None:
-        rows = slice(chunk.offset, chunk.offset + chunk.length)
-        request.logprobs.append(logprobs[rows])
+    def _scored_rows(self, under_way: UnderWay) -> ScoredRows | None:
+        if not under_way.scores:
+            return None
+        logprobs, logits, top = zip(*under_way.scores, strict=True)
+        likely = None if top[0] is None else TopRows(*map(self._fetch, zip(*top, strict=True)))
+        return ScoredRows(
+            first=_scored_chunks(under_way.batch)[0].offset,
+            logprobs=self._fetch(logprobs),
+            logits=None if logits[0] is None else self._fetch(logits),
+            likely=likely,
+        )
+
+    def _fetch(self, blocks: Sequence[jax.Array]) -> np.ndarray:
+        """Rows of several arrays as one."""
+        return np.concatenate([self.steps.fetch(block) for block in blocks])
+
+    def _take_score(self, request: ScoreRequest, chunk: Chunk, scored: ScoredRows) -> None:
+        begin = chunk.offset - scored.first
+        rows = slice(begin, begin + chunk.length)
+        request.logprobs.append(scored.logprobs[rows])
         if request.return_logits:
-            request.logits.append(logits[rows])
+            request.logits.append(scored.logits[rows])
         if count := request.alternatives:
             places = range(rows.start, rows.stop)
-            request.top_logprobs += [likely.pairs(row, count) for row in places]
+            request.top_logprobs += [scored.likely.pairs(row, count) for row in places]
         if chunk.completes:
             self._finish(request)
 
@@ -288,6 +315,12 @@ class Runner:
     def _finish(self, request: Request) -> None:
         request.done = True
         self.scheduler.finish(request)
+
+
+def _scored_chunks(batch: StepBatch) -> list[Chunk]:
+    """The chunks of a batch whose tokens are scored, in order of their places."""
+    prompts = batch.chunks[batch.generating :]
+    return [chunk for chunk in prompts if isinstance(chunk.request, ScoreRequest)]
 
 
 def _completion(

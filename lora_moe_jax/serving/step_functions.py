@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lora_moe_jax.layers.cache import LayerCache
@@ -163,7 +164,22 @@ def top_rows(count: int, arrays: ModelArrays, base, bank, logits) -> TopK:
     return top_logprobs(logits, count)
 
 
-def score_rows(arrays: ModelArrays, base, bank, hidden, token_slots, targets):
-    """Logprobs [T] of each row's target, and the logits [T, V]."""
-    logits = arrays.merge(base, bank).logits(hidden, token_slots)
+def score_rows(arrays: ModelArrays, base, bank, hidden, packed):
+    """Logprobs [n] of given next tokens, and the logits [n, V], of some rows of a step.
+
+    Args:
+      hidden: [T, H]. packed: int32 [1 + 2 n], see `pack_scored`.
+    """
+    first, (slots, targets) = packed[0], packed[1:].reshape(2, -1)
+    rows = first + jnp.arange(len(targets))
+    logits = arrays.merge(base, bank).logits(hidden.at[rows].get(mode="clip"), slots)
     return token_logprobs(logits, targets), logits
+
+
+def pack_scored(first: int, slots: np.ndarray, targets: np.ndarray, count: int) -> np.ndarray:
+    """What `score_rows` takes for `count` rows from the first on, or fewer: the rest is padding."""
+    packed = np.zeros(1 + 2 * count, np.int32)
+    packed[0] = first
+    packed[1 : 1 + len(slots)] = slots
+    packed[1 + count : 1 + count + len(targets)] = targets
+    return packed

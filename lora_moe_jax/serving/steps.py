@@ -33,6 +33,7 @@ from lora_moe_jax.serving.step_functions import (
     TopK,
     decode,
     filter_rows,
+    pack_scored,
     score_rows,
     step,
     top_rows,
@@ -47,6 +48,9 @@ GRAPHS_WITH_SUMS = {
     "DYNAMIC_SLICE_FUSION,COLLECTIVES"
 }
 HOLES = 4  # for arrays of a kind: those of two steps, and those being freed
+SCORED_ROWS = (
+    256  # at once, at most: logits of all rows of a long step would be more than a gigabyte
+)
 
 
 class CacheLostError(RuntimeError):
@@ -64,6 +68,19 @@ class Results(NamedTuple):
 
     hidden: jax.Array | None
     chosen: jax.Array
+    top: TopK | None
+
+
+class Scores(NamedTuple):
+    """Scores of some rows of a step on the device; padding follows those that are the last.
+
+    Attributes:
+      logprobs: float32 [n]. logits: float32 [n, V], if they are wanted.
+      top: see `Results`.
+    """
+
+    logprobs: jax.Array
+    logits: jax.Array | None
     top: TopK | None
 
 
@@ -101,6 +118,7 @@ class Steps:
         self._hidden = {}
         for size in token_buckets:
             self._hidden[size] = self._zeros((size, config.hidden_size), arrays.base[0].dtype)
+        self._scored = {size: min(size, SCORED_ROWS) for size in token_buckets}  # at once
         self.waited = 0.0
         self.lost = False
         self._compiled: dict[str, Any] = {}
@@ -110,14 +128,14 @@ class Steps:
             size = next(size for size in token_buckets if size >= requests)
             jobs[f"decode[{size}] × {decode_steps}"] = self._decode_job(size, decode_steps)
         for size, hidden in self._hidden.items():
-            flat = jax.ShapeDtypeStruct((size,), jnp.int32)
-            jobs[f"score[{size}]"] = _Job(score_rows, (hidden, flat, flat), ())
+            packed = jax.ShapeDtypeStruct((1 + 2 * self._scored[size],), jnp.int32)
+            jobs[f"score[{size}]"] = _Job(score_rows, (hidden, packed), ())
         rows = jax.ShapeDtypeStruct((self.layout.row_size,), jnp.int32)
         function = functools.partial(filter_rows, self.layout)
         jobs["filter"] = _Job(function, (self._logits, self.last_tokens, rows), (3,))
         if top_logprobs:
             function = functools.partial(top_rows, top_logprobs)
-            for size in sorted({requests, *token_buckets}):
+            for size in sorted({requests, *self._scored.values()}):
                 logits = jax.ShapeDtypeStruct((size, config.vocab_size), jnp.float32)
                 jobs[f"top[{size}]"] = _Job(function, (logits,), ())
         self._fences = self._leave_holes(
@@ -161,12 +179,29 @@ class Steps:
         return Results(self._hidden[size] if steps == 1 else None, chosen, top)
 
     def score(
-        self, hidden: jax.Array, slots: np.ndarray, targets: np.ndarray, top: bool
-    ) -> tuple[jax.Array, jax.Array, TopK | None]:
-        """Begins to score the given next token of every row: (logprobs, logits, most likely)."""
-        logprobs, logits = self._call(f"score[{hidden.shape[0]}]", hidden, slots, targets)
-        logprobs.copy_to_host_async()
-        return logprobs, logits, self._top(logits) if top else None
+        self,
+        hidden: jax.Array,
+        first: int,
+        slots: np.ndarray,
+        targets: np.ndarray,
+        *,
+        top: bool,
+        logits: bool,
+    ) -> list[Scores]:
+        """Begins to score the given next tokens of the rows from the first on, some at once.
+
+        Args:
+          top, logits: whether the most likely tokens are wanted, and all logits.
+        """
+        size, found = hidden.shape[0], []
+        count = self._scored[size]
+        for begin in range(0, len(targets), count):
+            rows = slice(begin, begin + count)
+            packed = pack_scored(first + begin, slots[rows], targets[rows], count)
+            logprobs, its = self._call(f"score[{size}]", hidden, packed)
+            logprobs.copy_to_host_async()
+            found.append(Scores(logprobs, its if logits else None, self._top(its) if top else None))
+        return found
 
     def _top(self, logits: jax.Array) -> TopK:
         top = self._call(f"top[{logits.shape[0]}]", logits)

@@ -193,7 +193,7 @@ def test_a_failing_step_reaches_every_caller_and_the_engine_goes_on(one, monkeyp
 
 
 def test_a_failing_score_reaches_everyone_in_its_steps(slow, monkeypatch):
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise FloatingPointError("scoring")
 
     async def main(running):

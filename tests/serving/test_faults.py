@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -319,6 +320,19 @@ def interrupted_at(line: int, function: Callable) -> bool:
     return False
 
 
+def free_for_others(lock: threading.RLock) -> bool:
+    """Whether another thread can have it: this one can in any case."""
+
+    def take() -> bool:
+        taken = lock.acquire(blocking=False)
+        if taken:
+            lock.release()
+        return taken
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(take).result()
+
+
 def test_an_interrupt_at_any_line(one):
     """Nothing is left of who was interrupted, wherever it was."""
     batch, rng = prompts([30, 4]), np.random.default_rng(0)
@@ -339,6 +353,17 @@ def test_an_interrupt_at_any_line(one):
     assert count > 20
     after = one.stats()
     assert (after.running, after.free_pages) == (0, before.total_pages)
+
+
+def test_an_interrupt_at_every_line_leaves_steps_to_other_threads(one):
+    def generate() -> None:
+        one.generate(prompts([4]), greedy(2))
+
+    line = 1
+    while interrupted_at(line, generate):
+        assert free_for_others(one._runner.lock), line
+        line += 1
+    assert line > 200
 
 
 def test_an_interrupt_is_held_back_and_comes_after():
