@@ -40,6 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gate import Gate
+from pallas_kernels.grouped_lora_matmul.gpu_product_ahead import ShrinkAhead, makers
 from pallas_kernels.grouped_lora_matmul.gpu_product_beside import ShrinkBeside
 from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
 from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import InPlace, is_spoiled
@@ -54,6 +55,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import equal_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import TileFeed
+from pallas_kernels.hopper.arrivals import Made
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.memory import drain
@@ -67,7 +69,8 @@ class Terms(NamedTuple):
     Attributes:
       u: one for each term. factors: one [S, G or 1, R, width] each.
       unmade: in place of u where the kernel makes it.
-      beside: how it does, if not as `gpu_product_inner` says.
+      beside: how it does, if not as `gpu_product_inner` says: see `gpu_product_beside` of equal
+        groups, else `gpu_product_ahead`.
     """
 
     u: tuple[Columns, ...]
@@ -180,6 +183,7 @@ def _body(
     health=None,
     judged=None,
     shrink=None,
+    u_said=None,
     tile_bias=None,
     **scratch,
 ):
@@ -227,7 +231,12 @@ def _body(
         lora.u.append(made)
         rows, of_adapters = (x, places, run_ends, made), (lora.a, lora.scalings, shrink)
         known = layout.beside, program, number_of(layer_refs)
-        beside = ShrinkBeside(*known, rows, *of_adapters, arrivals, s.programs)
+        if layout.ahead:
+            words = None if layout.interpreted else arrivals
+            made = Made(words, 0, u_said, says=makers(layout.beside), waits=s.programs)
+            beside = ShrinkAhead(*known, rows, *of_adapters, made)
+        else:
+            beside = ShrinkBeside(*known, rows, *of_adapters, arrivals, s.programs)
 
     def wait_once(tile, is_first):
         del tile
@@ -243,6 +252,9 @@ def _body(
         # On their way together: what either is needed for waits for it alone.
         first, layer = feed.read(0), number_of(layer_refs)
         early = wait_once if layout.early else None
+        if layout.ahead:
+            beside.load()
+            pl.when(mine == 0)(beside.wait)  # who waits is counted
         memory = ProductMemory(feed, stages, x, w, lora, layer, beside=beside, wait_for_x=early)
         judge = functools.partial(is_spoiled, health, judged)
         tiles, steps = memory.load_tiles(first, judge, jnp.int32(0))
@@ -262,12 +274,13 @@ def _body(
             its_wait = wait if layout.early else None
             make_x(layer, stages.x_load, wait=its_wait, interpreted=layout.interpreted)
         consumer = ProductConsumer(feed, stages, lora, layer, out, y, warpgroup, in_place)
-
+        if layout.ahead:
+            pl.when(warpgroup == 0)(beside.compute)
         consumer.compute_tiles(in_place and in_place.judge, jnp.int32(0))
         # Read is enough: the kernel's end makes what was stored visible.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    if beside:
+    if beside and not layout.ahead:
         # A program without tiles has not waited yet.
         waits = wait if layout.early else None
         pl.when(warpgroup == s.consumers)(lambda: beside.load(waits))

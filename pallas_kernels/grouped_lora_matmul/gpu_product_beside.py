@@ -48,8 +48,10 @@ class ShrinkBeside:
 
     def load(self, wait_for_x):
         """`wait_for_x` as in `Shrinker.load_run`."""
-        load = functools.partial(self.shrinker.load_run, wait_for_x=wait_for_x)
-        pl.when(self.makes_some)(lambda: self.for_runs(load))
+
+        @pl.when(self.makes_some)
+        def _load():
+            self.for_runs(functools.partial(self.shrinker.load_run, wait_for_x=wait_for_x))
 
     def compute(self):
         @pl.when(self.makes_some)

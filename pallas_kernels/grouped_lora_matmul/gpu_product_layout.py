@@ -104,7 +104,11 @@ class ProductLayout:
         if self.beside:
             self.u_array = (0,) * self.terms
             self.u_first = tuple(self.beside.first_columns)
-        self.first_program = self.beside.schedule.programs if self.beside else 0
+        # Where every program has tiles, all of them make u before.
+        self.ahead = self.beside is not None and not self.equal
+        self.first_program = 0
+        if self.beside and not self.ahead:
+            self.first_program = self.beside.schedule.programs
         self.rank_step = rank_step(max(self.ranks)) if terms is not None else 16
         if schedule.features % self.rank_step:
             self.rank_step = 16  # B's tiles in memory are as wide, and a copy begins with one
@@ -168,7 +172,8 @@ class ProductLayout:
         s = self.schedule
         kind = "gated" if self.gate is not None else "product"
         lora = f"_r{max(self.ranks)}" if self.terms else ""
-        lora += "_shrink" if self.inner else "_beside" if self.beside else ""
+        lora += "_shrink" if self.inner else "_ahead" if self.ahead else ""
+        lora += "_beside" if self.first_program else ""
         lora += f"_c{len(self.classes)}" if len(self.classes) > 1 else ""
         return f"lora_{kind}{lora}_k{self.k}_n{self.width}_f{s.features}_h{s.heights[-1]}"
 
@@ -229,6 +234,8 @@ class ProductLayout:
             scratch["own_u"] = overlaid(u_views, interpreted=self.interpreted)
         if self.beside:
             scratch["shrink"] = self.beside.scratch_beside()
+        if self.ahead and self.interpreted:
+            scratch["u_said"] = plgpu.Barrier()
         if self.in_place:
             scratch["health"] = plgpu.SMEM((s.consumers, 64), jnp.float32)
             scratch["judged"] = plgpu.Barrier(num_arrivals=s.consumers)

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
+from pallas_kernels.grouped_lora_matmul.gpu_product_ahead import ShrinkAhead
 from pallas_kernels.grouped_lora_matmul.gpu_product_beside import ShrinkBeside
 from pallas_kernels.grouped_lora_matmul.gpu_product_in_place import for_tiles
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import K_STEP, LoraArrays
@@ -40,7 +41,7 @@ class ProductMemory:
         lora: LoraArrays,
         layer,
         *,
-        beside: ShrinkBeside | None = None,
+        beside: ShrinkBeside | ShrinkAhead | None = None,
         wait_for_x: Callable[[Tile, jax.Array], None] | None = None,
     ):
         self.layout, self.schedule = feed.layout, feed.schedule

@@ -81,7 +81,7 @@ class Tables:
       run_end: int32 [M], where the row's run (rows of one place) ends.
       pieces, tiles: see there; no tiles where every row is one, or where groups are equal.
       runs: None unless rows are known to be sorted by group, and not by slot.
-      arrivals: int32 [M], or [2 M] where a tile may have several rows, or [1] of equal groups:
+      arrivals: int32 [M], or [2 M] where a tile may have several rows, or [1] of rows in order:
         zeros, where a kernel's programs count, tile by tile, and leave zeros. None of many rows.
       piece_rows: the most rows of a piece; 0 where nobody reads pieces.
       in_order: whether rows are known to be sorted by (group, slot), so that each is one run.
@@ -177,7 +177,8 @@ def tables(group_sizes, row_slots, groups: int) -> Tables:
     place = place_of(group, row_slots, groups)
     equal = group_sizes is None
     tiles = None if equal else tiles_of_groups(Ends(ends, groups), count)
-    arrivals = zeros_to_count(row_slots, 1) if equal and count <= FEW_ROWS else None
+    few = count <= (FEW_ROWS if equal else BLOCKS_OF_ROWS)
+    arrivals = zeros_to_count(row_slots, 1) if few else None
     known = dict(equal=equal, arrivals=arrivals)
     return dataclasses.replace(_tables(place, tiles, groups, ends), **known)
 

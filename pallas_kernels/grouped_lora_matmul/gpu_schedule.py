@@ -397,18 +397,40 @@ def shrink_beside(
         unit. product: with the memory that is left beside stages.
     """
     height, programs = shrink.heights[-1], PROGRAMS - product.programs
-    # A shrink's stages take the place of the product's.
-    stages = min(
-        product.stages * product.depth * rows // needed
-        for rows, needed in (
-            (max(64, product.features), ranks_of_stage(a_ranks)),
-            (product.heights[-1], SHRINK_STEPS * height),
-        )
-    )
+    stages = _shrink_stages(shrink, a_ranks, product, max(64, product.features))
     if programs < ENOUGH_BESIDE or stages < 2:
         return None
     # A block of rows may be one run, and takes as long as its rows alone if not.
     block = min(height, -(-row_units // programs))
-    return dataclasses.replace(
-        shrink, block=block, stages=min(stages, MOST_STAGES), programs=programs
+    return dataclasses.replace(shrink, block=block, stages=stages, programs=programs)
+
+
+def shrink_ahead(
+    shrink: ShrinkSchedule, a_ranks: int, product: ProductSchedule, w_rows: int
+) -> ShrinkSchedule | None:
+    """The same by all programs, before their tiles; None if it cannot be had there.
+
+    So only where every program has tiles: few would take longer than all do.
+
+    Args:
+      w_rows: of each block of W in a stage.
+    """
+    stages = _shrink_stages(shrink, a_ranks, product, w_rows)
+    programs = min(PROGRAMS, shrink.programs)
+    if shrink.block is None or stages < 2 or programs > product.programs:
+        return None
+    return dataclasses.replace(shrink, stages=stages, programs=programs)
+
+
+def _shrink_stages(
+    shrink: ShrinkSchedule, a_ranks: int, product: ProductSchedule, w_rows: int
+) -> int:
+    """How many stages of a shrink the product's have room for."""
+    stages = (
+        product.stages * product.depth * rows // needed
+        for rows, needed in (
+            (w_rows, ranks_of_stage(a_ranks)),
+            (product.heights[-1], SHRINK_STEPS * shrink.heights[-1]),
+        )
     )
+    return min(MOST_STAGES, *stages)

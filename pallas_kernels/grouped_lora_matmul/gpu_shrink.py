@@ -193,7 +193,7 @@ def by_step(handle):
 
 
 def for_blocks(layout: ShrinkLayout, program, place, run_end, handle):
-    """handle(run, step) for each adapted run of a program's blocks of rows."""
+    """step = handle(run, step) for each adapted run of a program's blocks of rows: the last one."""
     s, apart = layout.schedule, jnp.int32(layout.parts_apart)
     units = _units_of_program(layout.units, program, s.programs)
 
@@ -202,15 +202,18 @@ def for_blocks(layout: ShrinkLayout, program, place, run_end, handle):
         begin = jnp.minimum(lax.div(number, apart) * s.block, layout.rows - 1)
         return lax.rem(number, apart), begin, jnp.minimum(begin + s.block, layout.rows)
 
-    for_units(units, block_of, place, run_end, handle)
+    return for_units(units, block_of, place, run_end, handle)
 
 
 def for_units(units, block_of, place, run_end, handle, begin=None, end=None):
-    """handle(run, step) for each adapted run of a program's units, of at most so many rows each.
+    """step = handle(run, step) for each adapted run of a program's units, of at most so many rows.
 
     Args:
       block_of: of a unit's number, its part, its first row and the one past its last.
       begin, end: called with its number before a unit's first run, and after its last.
+
+    Returns:
+      The last step.
     """
 
     def run_at(part, row, past):
@@ -246,7 +249,7 @@ def for_units(units, block_of, place, run_end, handle, begin=None, end=None):
             end(i)
         return following, step
 
-    lax.fori_loop(0, units, unit, (run_at(*block_of(0)), jnp.int32(0)))
+    return lax.fori_loop(0, units, unit, (run_at(*block_of(0)), jnp.int32(0)))[1]
 
 
 def _units_of_program(units, program, programs: int):

@@ -25,6 +25,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     experts_schedules_of_tiles,
     is_read_again,
     product_schedule,
+    shrink_ahead,
     shrink_beside,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
@@ -310,15 +311,23 @@ def _terms(x, tables, u, factors, starts, firsts, gate, schedule, groups: int | 
         if inner.fits(its_schedule().features):
             return Terms((), factors, tuple(u)), its_schedule
     a, scalings = zip(*u, strict=True)
-    its_schedule = functools.partial(schedule, beside=BYTES_BESIDE)
-    made = _beside(x, a, scalings, firsts, its_schedule()) if groups == 1 else None
+    its_schedule, made = functools.partial(schedule, beside=BYTES_BESIDE), None
+    if groups in (None, 1):
+        parts = 1 if gate is None else 2
+        made = _made_in_product(x, a, scalings, firsts, its_schedule(), parts, groups is None)
     if made is not None:
         return Terms((), factors, tuple(u), made), its_schedule
     return Terms(shrink(x, tables, a, (0,) * len(a), scalings, firsts), factors), schedule
 
 
-def _beside(x, factors, scalings, firsts, product: ProductSchedule) -> ShrinkLayout | None:
-    """How u of all terms is made in the kernel of their product, if it can be."""
+def _made_in_product(
+    x, factors, scalings, firsts, product: ProductSchedule, parts_of_w: int, ahead: bool
+) -> ShrinkLayout | None:
+    """How u of all terms is made in the kernel of their product, if it can be.
+
+    Args:
+      ahead: by all of its programs, before their tiles, or beside those that have any.
+    """
     firsts = tuple(dict.fromkeys(firsts))
     ranks = widest_ranks(factors, len(firsts))
     tile, parts = rank_tile(max(ranks)), range(len(ranks))
@@ -330,8 +339,12 @@ def _beside(x, factors, scalings, firsts, product: ProductSchedule) -> ShrinkLay
         return ShrinkLayout(x, factors, scalings, firsts, starts, schedule, False)
 
     alone = layout(shrink_schedule(x.shape[0], ranks, tile, x.shape[1]))
-    row_units = x.shape[0] * alone.parts_apart
-    schedule = shrink_beside(alone.schedule, row_units, alone.a_ranks, product)
+    if ahead:
+        w_rows = parts_of_w * product.features
+        schedule = shrink_ahead(alone.schedule, alone.a_ranks, product, w_rows)
+    else:
+        row_units = x.shape[0] * alone.parts_apart
+        schedule = shrink_beside(alone.schedule, row_units, alone.a_ranks, product)
     return None if schedule is None else layout(schedule)
 
 
@@ -339,7 +352,9 @@ def shrink_for_product(x, tables: Tables, factors, starts, scalings, firsts):
     """u of every term, or, of few rows, what a product makes it of."""
     rows = x.shape[0]
     alone = (tables.rows_alone or rows == 1) and len(set(firsts)) == 1
-    if alone or (tables.equal and rows <= BLOCKS_OF_ROWS):
+    in_tiles = tables.arrivals is not None and not tables.rows_alone
+    ahead = in_tiles and (tables.equal or runs_all_programs_at_once())
+    if alone or (ahead and rows <= BLOCKS_OF_ROWS):
         return tuple(map(Unmade, *_whole_factors(factors, scalings)))
     return shrink(x, tables, factors, starts, scalings, firsts)
 

@@ -209,6 +209,11 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "gate_up gated of one token", *with_bias("gate_up", both)
     yield "down of one token", *product_of_few(*of_token, wide, (hidden,))
 
+    few = tables_of(min(tokens, FEW)), min(tokens, FEW) * shape.top_k, groups
+    ahead = product_of_few(*few, hidden, (wide, wide), gate=shape.gate)
+    yield "gate_up gated after its shrink", *ahead
+    yield "down after its shrink", *product_of_few(*few, wide, (hidden,))
+
     def experts(x, gate_up, bias, down, its, *pairs):
         gate, up, down_pair = (Lora(*pair) for pair in pairs) if pairs else [None] * 3
         into, out = terms_of_parts((wide, wide), (gate, up)), terms_of_part(0, down_pair)

@@ -30,6 +30,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     ProductSchedule,
     experts_schedules,
     product_schedule,
+    shrink_ahead,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
@@ -460,6 +461,49 @@ class BesideCase(InnerCase):
             )
 
         return product
+
+
+@dataclasses.dataclass(frozen=True)
+class AheadCase(BesideCase):
+    """Few rows in tiles of their groups, of which all u is made by the first program, before its
+    tiles: the others begin when it has ended."""
+
+    groups: int = 4
+    equal: bool = False
+
+    @functools.cached_property
+    def compiled(self):
+        ranks = tuple(term.rank for term in self.terms)
+        tile, starts = rank_tile(max(ranks)), (0,) * len(ranks)
+        shrink = shrink_schedule(self.rows, ranks, tile, self.k)
+        parts = 1 if self.gate is None else 2
+        sizes = self.rows, self.groups, self.n // parts, parts
+        schedule = product_schedule(*sizes, beside=BYTES_BESIDE, biased=self.biased)
+        schedule = dataclasses.replace(schedule, **(dict(programs=PROGRAMS) | dict(self.cut)))
+
+        @jax.jit
+        def product(tables, x, w, unmade, factors, bias):
+            a, scalings = zip(*unmade, strict=True)
+            a_ranks = ShrinkLayout(x, a, scalings, (0,), starts, shrink, True).a_ranks
+            ahead = shrink_ahead(shrink, a_ranks, schedule, parts * schedule.features)
+            ahead = dataclasses.replace(ahead, block=self.block, programs=1)
+            return product_kernel(
+                tables,
+                x,
+                w,
+                Terms((), factors, unmade, ShrinkLayout(x, a, scalings, (0,), starts, ahead, True)),
+                schedule=schedule,
+                **(self.static | self.of_terms),
+                out_dtype=jnp.dtype(self.out_dtype),
+                bias=bias,
+                interpreted=True,
+            )
+
+        return product
+
+    def tables(self, group, row_slots):
+        sizes = np.bincount(group, minlength=self.groups + 1)[: self.groups].astype(np.int32)
+        return tables_of(self.groups)(sizes, row_slots)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,7 @@ from pallas_kernels.grouped_lora_matmul import gpu_experts
 from pallas_kernels.hopper.arrivals import Made
 from tests.pallas_kernels import gpu_interpreter
 from tests.pallas_kernels.gpu_interpreter import (
+    AheadCase,
     BesideCase,
     InnerCase,
     ProductCase,
@@ -444,6 +445,33 @@ def test_product_beside_its_shrink(name, data):
     )
     groups = np.repeat(np.arange(case.groups), case.rows // case.groups)
     found, expected = case.check(groups, np.asarray(slots))
+    assert_close(found, expected)
+
+
+AHEAD = {
+    "of two consumers": AheadCase(
+        30, 128, 256, (Term(0, 256, 16),), layered=True, cut=(("consumers", 2), ("depth", 1))
+    ),
+    "gated": AheadCase(26, 320, 256, (Term(0, 128, 8), Term(128, 128, 24)), gate=Gate(), block=1),
+    "parts": AheadCase(19, 64, 192, (Term(0, 128, 16), Term(128, 64, 8)), biased=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "of two consumers",
+        *(pytest.param(its, marks=pytest.mark.slow) for its in ("gated", "parts")),
+    ],
+)
+@settings(QUICK, max_examples=3)
+@given(data=st.data())
+def test_product_after_its_shrink(name, data):
+    case = AHEAD[name]
+    sizes, slots = data.draw(batches(case.rows, case.groups, case.slots))
+    group = groups_of_rows(sizes, case.rows)
+    group = np.where(group < 0, case.groups, group)
+    found, expected = case.check(group, np.where(group < case.groups, slots, -1))
     assert_close(found, expected)
 
 

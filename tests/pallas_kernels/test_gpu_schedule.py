@@ -354,7 +354,8 @@ def test_shrinks_beside_products_of_few_rows(rows, k, width, ranks):
     scalings = tuple(array(8, 1, dtype=jnp.float32) for _ in ranks)
     of_product = functools.partial(gs.product_schedule, rows, 1, width, equal=True)
     schedule = of_product(beside=gs.BYTES_BESIDE)
-    beside = mosaic_gpu._beside(x, factors, scalings, (0,) * len(ranks), schedule)
+    known = x, factors, scalings, (0,) * len(ranks), schedule
+    beside = mosaic_gpu._made_in_product(*known, 1, ahead=False)
     programs = beside.schedule.programs
     # Who has tiles has no units, and the other way around; all are there at once.
     assert programs + schedule.programs == MULTIPROCESSORS
@@ -394,8 +395,57 @@ def test_shrinks_that_have_no_programs_to_be_made_by():
     factor, scaling = array(8, 128, 16, 2048), array(8, 128, dtype=jnp.float32)
     for rows, groups, width in (512, 128, 768), (32, 1, 16384):
         schedule = gs.product_schedule(rows, groups, width, equal=groups == 1)
-        made = mosaic_gpu._beside(array(rows, 2048), (factor,), (scaling,), (0,), schedule)
-        assert made is None
+        known = array(rows, 2048), (factor,), (scaling,), (0,), schedule
+        assert mosaic_gpu._made_in_product(*known, 1, ahead=False) is None
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [4, 32, 64])
+@pytest.mark.parametrize("shape", EXPERT_SHAPES.values(), ids=lambda shape: shape.name)
+@pytest.mark.parametrize("which", ["gate_up", "down"])
+def test_shrinks_before_the_tiles_of_their_programs(shape, which, tokens, rank):
+    rows, product = tokens * shape.top_k, getattr(shape, which)
+    if rows > ss.BLOCKS_OF_ROWS:
+        return
+    parts = len(product.parts)
+    width, ranks = product.n // parts, (rank,) * parts
+    x, groups = array(rows, product.k), product.groups
+    sizes = rows, groups, width, parts
+    schedule = gs.product_schedule(*sizes, beside=gs.BYTES_BESIDE)
+    factors = tuple(array(8, groups, rank, product.k) for _ in ranks)
+    scalings = tuple(array(8, groups, dtype=jnp.float32) for _ in ranks)
+    known = x, factors, scalings, (0,) * parts, schedule
+    ahead = mosaic_gpu._made_in_product(*known, parts, ahead=True)
+    if ahead is None:
+        assert 2 * rank * parts > 64 or schedule.heights[-1] * schedule.stages * schedule.depth < 64
+        return
+    # One program on each multiprocessor, and few words to read at first.
+    assert ahead.schedule.programs <= MULTIPROCESSORS
+    assert -(-ahead.units // ahead.schedule.programs) * ahead.schedule.block <= 8
+    unmade = tuple(map(Unmade, factors, scalings))
+    b = tuple(array(8, groups, rank, width) for _ in ranks)
+    starts = tuple(width * part for part in range(parts))
+    layout = gpu_product_layout.ProductLayout(
+        x,
+        array(groups, product.n, product.k),
+        gpu_product.Terms((), b, unmade, ahead),
+        starts,
+        (0,) * parts,
+        schedule,
+        2,
+        Gate() if parts == 2 else None,
+        IN_TILES,
+        False,
+        jnp.dtype(jnp.bfloat16),
+    )
+    scratch = layout.scratch()
+    own = scratch.pop("shrink")
+    assert sum(map(bytes_of, [*scratch.values(), *own.values()])) <= LIMIT
+    # The shrink's stages are no larger than the product's, in which they are.
+    stage = schedule.stages * schedule.depth
+    of_x, of_a = (bytes_of(views[0]) for views in ahead.stage_views())
+    assert of_x <= stage * schedule.heights[-1] * 128
+    assert of_a <= stage * parts * schedule.features * 128
 
 
 def check_shrink(rows, ranks, width):
