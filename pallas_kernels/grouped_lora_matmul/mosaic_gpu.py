@@ -321,9 +321,10 @@ def _terms(x, tables, u, factors, starts, firsts, gate, schedule, groups: int | 
             return Terms((), factors, tuple(u)), its_schedule
     a, scalings = zip(*u, strict=True)
     its_schedule, made = functools.partial(schedule, beside=BYTES_BESIDE), None
-    if groups in (None, 1):
+    in_tiles = groups is None and not tables.rows_alone
+    if in_tiles or groups == 1:
         parts = 1 if gate is None else 2
-        made = _made_in_product(x, a, scalings, firsts, its_schedule(), parts, groups is None)
+        made = _made_in_product(x, a, scalings, firsts, its_schedule(), parts, in_tiles)
     if made is not None:
         return Terms((), factors, tuple(u), made), its_schedule
     return Terms(shrink(x, tables, a, (0,) * len(a), scalings, firsts), factors), schedule
