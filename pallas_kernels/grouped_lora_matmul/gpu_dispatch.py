@@ -54,7 +54,7 @@ def dispatch_few(x, groups: int, group, token_slots, valid) -> tuple[Route, jax.
     rows = group.size
     height = max(FEWEST, pl.next_power_of_2(pl.cdiv(rows, PROGRAMS)))
     sizes = _Sizes(rows, group.shape[1], groups, height)
-    numbers = (rows, 3 * rows, rows, rows, rows, most_tiles(groups, rows) * TILE_WORDS, 1)
+    numbers = (rows, 2 * rows, rows, rows, rows, most_tiles(groups, rows) * TILE_WORDS, 1)
     found, position, arrivals, token, place, run_end, words, count = _call(
         _sorted_kernel, "lora_dispatch", sizes, numbers, x, group, token_slots, valid
     )
@@ -188,7 +188,6 @@ def _sorted_kernel(
         (position_out, own.row, position),
         (arrivals, own.row, jnp.zeros_like(own.row)),
         (arrivals, sizes.rows + own.row, jnp.zeros_like(own.row)),
-        (arrivals, 2 * sizes.rows + own.row, jnp.zeros_like(own.row)),
         (token_out, position, own.token),
         (place_out, position, own.place),
         (run_end_out, position, run_end),

@@ -35,7 +35,6 @@ from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.gpu_experts_choice import ChoiceLayout, ChosenRows
 from pallas_kernels.grouped_lora_matmul.gpu_experts_shrink import ShrinkOfTiles
 from pallas_kernels.grouped_lora_matmul.gpu_product import Terms, operands_of
-from pallas_kernels.grouped_lora_matmul.gpu_product_ahead import ShrinkAhead, makers
 from pallas_kernels.grouped_lora_matmul.gpu_product_compute import ProductConsumer
 from pallas_kernels.grouped_lora_matmul.gpu_product_layout import ProductLayout
 from pallas_kernels.grouped_lora_matmul.gpu_product_memory import ProductMemory
@@ -99,8 +98,7 @@ class _Operands(NamedTuple):
       layer: see `number_of`. arrivals: those of the tables.
       count: of the tiles, in its last element; words: theirs, or each row's place where every row
         is a tile. places, run_ends: of rows; places of those are words.
-      u: that of gate and up's terms, if it has been made before. into, out: W and its bias; B, A
-        and the scaling of each term.
+      u: that of gate and up's terms. into, out: W and its bias; B, A and the scaling of each term.
       factors, scalings: of the shrink of down.
       logits, tokens, correction: see `Logits`.
     """
@@ -139,7 +137,7 @@ def experts_kernel(
     Args:
       tables: of few rows. x: [M, K], or [T, K] of tokens whose experts are chosen here.
       into: of gate and up. out: of down. Both have terms or none has. Where rows are a tile each
-        they make their u; else `into` has it, or a way to make it before the tiles.
+        they make their u.
       ring_rows: see `experts_schedules`.
       shrink: of down, whose terms then have no u. None where products make it, and without terms.
       interpreted: for the interpreter, which knows no layouts.
@@ -149,20 +147,17 @@ def experts_kernel(
       experts int32 [T, choices] and their weights float32 [T, choices] follow.
     """
     rows, dtype = x.shape[0] * (chosen_by.top_k if chosen_by else 1), x.dtype
-    u, ahead = (), None
+    u = ()
     if shrink is not None:
         u = (jax.ShapeDtypeStruct((rows, shrink.layout.columns), dtype),)
         ranks = (factor.shape[2] for factor in shrink.factors)
         found = map(Columns, u * len(shrink.factors), shrink.layout.first_columns, ranks)
         out = out._replace(terms=out.terms._replace(u=tuple(found)))
-        ahead = into.terms.beside
-    if ahead:
-        u += (jax.ShapeDtypeStruct((rows, ahead.columns), dtype),)
 
     def layout_of(x, product, gate):
         lora = product.terms, product.starts, product.firsts, product.schedule
         static = gate, tables, interpreted, dtype, ring_rows
-        of_rows = dict(rows=rows, chosen=chosen_by is not None, in_ring=ahead)
+        of_rows = dict(rows=rows, chosen=chosen_by is not None)
         return ProductLayout(x, product.w, *lora, 2, *static, bias=product.bias, **of_rows)
 
     h = jax.ShapeDtypeStruct((rows, into.w.shape[1] // 2), dtype)
@@ -260,7 +255,7 @@ def _body(
     **common,
 ):
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    first, words, u_of_into = layouts[0], given.words, given.u
+    first, words = layouts[0], given.words
     if choice_layout:
         *u, experts, weights = u
         arrays = given.logits, given.tokens, given.correction, experts, weights
@@ -268,29 +263,21 @@ def _body(
         words = choice.words
     else:
         wait_for_kernels_before(first.rows)
-    if first.ahead:
-        *u, made_here = u
-        u_of_into = (made_here,)
     count = first.rows if first.single_rows else given.count[given.count.shape[0] - 1]
     rows = count, words, given.places, given.run_ends
-    made = functools.partial(Made, given.arrivals)
-    own = into, out
     into, out = (
         _Phase(layout, program, given.layer, rows, *arguments, common)
         for layout, *arguments in zip(
             layouts,
             ((given.x, h), (h, y)),
             (given.into, given.out),
-            (u_of_into, u),
-            own,
+            (given.u, u),
+            (into, out),
             strict=True,
         )
     )
-    if first.ahead:
-        said, waits = own[0].get("u_said"), max(its.schedule.programs for its in layouts)
-        its = made(2 * first.rows, said, says=makers(first.beside), waits=waits)
-        into.make_ahead(program, own[0]["shrink"], its)
 
+    made = functools.partial(Made, given.arrivals)
     of_h, of_y = (layout.feature_tiles for layout in layouts)
     if shrink_layout:
         h_made = made(0, h_said, says=of_h, waits=ShrinkOfTiles.WAITS)
@@ -303,8 +290,6 @@ def _body(
     def _compute():
         if choice:
             choice.make()
-        if into.ahead:
-            into.ahead.compute()
         steps = into.compute(jnp.int32(0), h_made.say)
         out.compute(steps, None)
         # Read is enough: the kernel's end makes what was stored visible.
@@ -314,9 +299,6 @@ def _body(
     def _memory():
         if choice:
             choice.wait()
-        if into.ahead:
-            into.ahead.load()
-            pl.when(into.feed.count == 0)(into.ahead.wait)  # who waits is counted
         steps = into.load(jnp.int32(0), None)
         steps = out.load(steps, lambda tile, is_first: x_made.wait(tile.number, is_first))
         drain(common["empty"], steps, first.schedule.stages)
@@ -361,15 +343,6 @@ class _Phase:
         self.stages = Stages(layout, **common, **barriers)
         self.layout, self.layer, (self.x, self.y) = layout, layer, arrays
         self.buffers, self.lora = own["out"], layout.lora_arrays([*u, *lora])
-        self.of_rows, self.ahead = of_rows, None
-
-    def make_ahead(self, program, scratch, made: Made):
-        """Has u made before the tiles; `made` says that all of it is there."""
-        _, *of_rows = self.of_rows
-        views = dict(zip(("x_views", "a_views"), self.stages.of_shrink, strict=True))
-        rows, lora = (self.x, *of_rows, *self.lora.u), self.lora
-        known = self.layout.beside, program, number_of(self.layer), rows, lora.a, lora.scalings
-        self.ahead = ShrinkAhead(*known, scratch | views, made)
 
     def load(self, step, wait_for_x):
         # On their way together: behind a barrier, or the compiler has one wait for the other.
@@ -377,8 +350,7 @@ class _Phase:
         both = lax.optimization_barrier((first.group, first.place, layer))
         first, layer = first._replace(group=both[0], place=both[1]), both[2]
         arrays = self.x, self.w, self.lora, layer
-        known = dict(beside=self.ahead, wait_for_x=wait_for_x)
-        memory = ProductMemory(self.feed, self.stages, *arrays, **known)
+        memory = ProductMemory(self.feed, self.stages, *arrays, wait_for_x=wait_for_x)
         return memory.load_tiles(first, None, step)[1]
 
     def compute(self, step, say):

@@ -221,7 +221,6 @@ def _body(
     places, run_ends, *lora = lora if layout.terms else (None, None)
     if layout.beside:
         arrivals, *lora = lora
-        lora = [made, *lora]
     lora = layout.lora_arrays(lora)
     rings = tile_words, tile_full, tile_empty, bias, tile_bias
     feed = TileFeed(layout, number, mine, words, places, run_ends, *rings)
@@ -229,6 +228,7 @@ def _body(
     beside = None
     if layout.beside:
         shrink |= zip(("x_views", "a_views"), stages.of_shrink, strict=True)
+        lora.u.append(made)
         rows, of_adapters = (x, places, run_ends, made), (lora.a, lora.scalings, shrink)
         known = layout.beside, program, number_of(layer_refs)
         if layout.ahead:

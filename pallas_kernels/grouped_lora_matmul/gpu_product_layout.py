@@ -40,7 +40,6 @@ class ProductLayout:
       rows: how many there are, where several have the same row of x.
       chosen: whether the kernel itself makes the rows' words, in shared memory.
       norm: of what norms x, see `gpu_product_normed`; None if x is there.
-      in_ring: the shrink whose stages are in the ring too, if that is not `terms.beside`.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class ProductLayout:
         rows=None,
         chosen=False,
         norm=None,
-        in_ring=None,
     ):
         self.single_rows, self.equal = tables.rows_alone, tables.equal
         self.chosen, self.norm_eps = chosen, norm and norm.eps
@@ -91,7 +89,7 @@ class ProductLayout:
         self.layered = any(map(is_layered, (*weights, *factors, *itertools.chain(*unmade))))
         self.widths = () if terms is None else tuple(f.shape[3] for f in terms.factors)
         self.beside = None if terms is None else terms.beside
-        self.shrink_in_ring, self.inner = self.beside or in_ring, None
+        self.inner = None
         if unmade and self.beside is None:
             self.inner = Inner(unmade, starts, self.widths, gate is not None)
         columns = (self.width,)
@@ -165,7 +163,7 @@ class ProductLayout:
 
     def lora_arrays(self, references) -> LoraArrays:
         """What follows places and run ends among the kernel's operands."""
-        references, arrays = list(references), len(set(self.u_array))
+        references, arrays = list(references), 0 if self.beside else len(set(self.u_array))
         made_here = self.terms if self.inner or self.beside else 0
         counts = arrays, self.terms, made_here, made_here
         return LoraArrays(*([references.pop(0) for _ in range(count)] for count in counts))
@@ -198,10 +196,9 @@ class ProductLayout:
         elif self.terms:
             b_tiles = (plgpu.TilingTransform((8, r)), plgpu.SwizzleTransform(2 * r))
             w_uses.append([plgpu.SMEM(b_shape, self.dtype, transforms=b_tiles)])
-        if self.shrink_in_ring:
-            views = self.shrink_in_ring.stage_views()
-            for uses, its in zip((x_uses, w_uses), views, strict=True):
-                uses.append(its)
+        if self.beside:
+            for uses, views in zip((x_uses, w_uses), self.beside.stage_views(), strict=True):
+                uses.append(views)
         x_stage = overlaid(*x_uses, interpreted=self.interpreted)
         if self.normed:
             x_stage = scratch_of(self.k, self.dtype, self.interpreted)

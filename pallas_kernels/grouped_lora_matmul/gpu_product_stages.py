@@ -26,7 +26,7 @@ class Stages:
         kept_u=None,
     ):
         uses = (2, 2) if layout.terms and not layout.inner else (2,)
-        shrink = (2,) if layout.shrink_in_ring else ()
+        shrink = (2,) if layout.beside else ()
         (self.x_load, self.x_tiles), *u_views = views_of(
             x_stage, *uses, *shrink, interpreted=layout.interpreted
         )
@@ -34,7 +34,7 @@ class Stages:
         (self.w_load, self.w_tiles), *b_views = views_of(
             w_stage, *uses, *shrink, interpreted=layout.interpreted
         )
-        # Those of x and of A, of a shrink whose stages are the product's at another time.
+        # Those of x and of A, in a program that has a shrink in place of the product.
         self.of_shrink = [views.pop() for views in (u_views, b_views)] if shrink else None
         if layout.inner:
             ((self.own_u, self.own_u_tiles),) = views_of(own_u, 2, interpreted=layout.interpreted)

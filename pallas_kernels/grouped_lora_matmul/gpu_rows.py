@@ -82,7 +82,7 @@ class Tables:
       run_end: int32 [M], where the row's run (rows of one place) ends.
       pieces, tiles: see there; no tiles where every row is one, or where groups are equal.
       runs: None unless rows are known to be sorted by group, and not by slot.
-      arrivals: int32 [M], or [3 M] where a tile may have several rows, or [1] of rows in order:
+      arrivals: int32 [M], or [2 M] where a tile may have several rows, or [1] of rows in order:
         zeros, where a kernel's programs count, tile by tile, and leave zeros. None of many rows.
       piece_rows: the most rows of a piece; 0 where nobody reads pieces.
       in_order: whether rows are known to be sorted by (group, slot), so that each is one run.

@@ -239,13 +239,11 @@ def experts_schedules_of_tiles(
     hidden: int,
     biased: bool = False,
     shrink: ShrinkSchedule | None = None,
-    ahead: bool = False,
 ) -> tuple[ProductSchedule, ProductSchedule, int] | None:
     """The same of few rows in tiles of their groups.
 
     Args:
       shrink: that of down, beside the products, of one block of ranks.
-      ahead: whether that of gate and up is made by the same programs.
 
     Returns:
       None where products apart are as good: with more rows, or with so few tiles that each program
@@ -265,8 +263,6 @@ def experts_schedules_of_tiles(
     if shrink:
         height = shrink.heights[-1]
         free -= shrink.stages * stage_of_shrink(height, 64) + memory_beside_shrink(height)
-    if ahead:
-        free -= BYTES_BESIDE
     stages = min(12, free // ((ring_rows + heights[-1]) * 128))
 
     def schedule(blocks: int, slices: int):

@@ -248,7 +248,7 @@ def _experts_of_rows(x, gate_up, bias, down, tables: Tables, into, out, gate, ch
 
 
 def _experts_of_tiles(x, gate_up, bias, down, tables: Tables, into, out, gate):
-    """Rows in tiles: u of down is made in the same kernel, that of gate and up there or before."""
+    """Rows in tiles: u of gate and up is made before, that of down in the same kernel."""
     sizes = x.shape[0], gate_up.shape[0], gate_up.shape[1] // 2, down.shape[1], bias is not None
     starts, firsts = (
         [tuple(getattr(term, name) for term in its) for its in (into, out)]
@@ -265,22 +265,13 @@ def _experts_of_tiles(x, gate_up, bias, down, tables: Tables, into, out, gate):
         steps = {rank_step(max(factor.shape[2] for factor in its)) for its in factors}
         if of_down is None or len(steps) > 1:  # stages have ranks of one number
             return None
-    schedules_of = functools.partial(
-        experts_schedules_of_tiles, *sizes, of_down and of_down.layout.schedule
-    )
-    found = schedules_of(ahead=bool(into))
+    found = experts_schedules_of_tiles(*sizes, of_down and of_down.layout.schedule)
     if found is None:
         return None
-    if into:
-        of_shrink = *_whole_factors(a, scalings), firsts[0]
-        ahead = _made_in_product(x, *of_shrink, found[0], 2, ahead=True)
-        if ahead is None:
-            found, u = schedules_of(), shrink(x, tables, a, (0,) * len(a), scalings, firsts[0])
-            terms = map(Terms, (u, ()), factors)
-        else:
-            unmade = tuple(map(Unmade, *of_shrink[:2]))
-            terms = Terms((), factors[0], unmade, ahead), Terms((), factors[1])
     *schedules, ring_rows = found
+    if into:
+        u = shrink(x, tables, a, (0,) * len(a), scalings, firsts[0])
+        terms = map(Terms, (u, ()), factors)
     products = map(Product, (gate_up, down), terms, starts, firsts, schedules, (bias, None))
     return experts_kernel(tables, x, *products, gate, ring_rows, of_down)
 

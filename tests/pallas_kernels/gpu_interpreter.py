@@ -380,20 +380,10 @@ def experts(into: InnerCase, out: InnerCase, group, row_slots, call, of_out, wid
 
 
 def experts_of_tiles(into: ProductCase, out: InnerCase, batch, seed=0):
-    """Both products in one kernel, whose one program has all tiles; (found, expected).
-
-    It makes u of gate and up as well, before them, if those are an `InnerCase`.
-    """
-    group_sizes, row_slots = batch
+    """Both products in one kernel, whose one program has all tiles; (found, expected)."""
+    x, w, group_sizes, row_slots, u, factors = arguments = into.arguments(*batch, seed)
     group = groups_of_rows(group_sizes, into.rows)
     group = np.where(group < 0, into.groups, group)
-    row_slots = np.where(group < into.groups, row_slots, -1)
-    if ahead := isinstance(into, InnerCase):
-        x, w, a_into, factors, s_into = arguments = into.arguments_of(group, row_slots, seed)
-        of_u, h = (tuple(a_into), tuple(s_into)), into.of_rows(*arguments, group, row_slots)
-    else:
-        x, w, *_, u, factors = arguments = into.arguments(*batch, seed)
-        of_u, h = into.packed(u) if into.terms else None, into.expect(*arguments)
     _, w_out, a, b, scalings = out.arguments_of(group, np.asarray(row_slots), seed + 1)
     heights = product_schedule(into.rows, into.groups, 64).heights
     schedules = [ProductSchedule(blocks, 1, heights, 1, 3, 2, 1, 1) for blocks in (1, 2)]
@@ -402,18 +392,12 @@ def experts_of_tiles(into: ProductCase, out: InnerCase, batch, seed=0):
     ring_rows, tile = 128, rank_tile(max(ranks[1]))
 
     @jax.jit
-    def run(tables, x, of_u, of_into, of_out):
+    def run(tables, x, u, of_into, of_out):
         (w, factors, bias), (w_out, a, b, scalings) = of_into, of_out
         terms, shrink = (None, None), None
-        if ahead:
-            schedule = shrink_schedule(into.rows, ranks[0], rank_tile(max(ranks[0])), into.k)
-            schedule = dataclasses.replace(schedule, stages=2, programs=1)
-            layout = ShrinkLayout(x, *of_u, (0,), (0,) * len(ranks[0]), schedule, True)
-            terms = Terms((), factors, tuple(map(Unmade, *of_u)), layout), Terms((), b)
-        elif factors:
-            its = map(Columns, [of_u] * len(columns), columns, ranks[0])
-            terms = Terms(tuple(its), factors), Terms((), b)
         if factors:
+            its = map(Columns, [u] * len(columns), columns, ranks[0])
+            terms = Terms(tuple(its), factors), Terms((), b)
             h = jax.ShapeDtypeStruct((into.rows, out.k), x.dtype)
             schedule = dataclasses.replace(shrink_of_tiles(tile), programs=1)
             layout = ShrinkLayout(h, a, scalings, (0,), (0,), schedule, True)
@@ -425,15 +409,15 @@ def experts_of_tiles(into: ProductCase, out: InnerCase, batch, seed=0):
         known = ring_rows, shrink
         return experts_kernel(tables, x, *products, into.gate, *known, interpreted=True)
 
-    of_into = w, tuple(factors), into.bias("bfloat16")
+    of_into = w, factors, into.bias("bfloat16")
     of_out = w_out, tuple(a), tuple(b), tuple(scalings)
     if into.layered:
         of_into, of_out = in_layers((of_into, of_out))
-        of_u = in_layers(of_u) if ahead else of_u
     tables = tables_of(into.groups)(group_sizes, row_slots)
-    found = interpret(run, tables, x, of_u, of_into, of_out)
-    h = h.astype(jnp.bfloat16)
-    return found, out.of_rows(h, w_out, a, b, scalings, group, row_slots)
+    u = into.packed(u) if into.terms else None
+    found = interpret(run, tables, x, u, of_into, of_out)
+    h = into.expect(*arguments).astype(jnp.bfloat16)
+    return found, out.of_rows(h, w_out, a, b, scalings, group, np.asarray(row_slots))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -495,21 +479,20 @@ class AheadCase(BesideCase):
         parts = 1 if self.gate is None else 2
         sizes = self.rows, self.groups, self.n // parts, parts
         schedule = product_schedule(*sizes, beside=BYTES_BESIDE, biased=self.biased)
-        schedule = dataclasses.replace(schedule, **dict(self.cut), programs=shrink.programs)
-        cut = dict(block=self.block, programs=1)
+        schedule = dataclasses.replace(schedule, **(dict(programs=PROGRAMS) | dict(self.cut)))
 
         @jax.jit
         def product(tables, x, w, unmade, factors, bias):
             a, scalings = zip(*unmade, strict=True)
             a_ranks = ShrinkLayout(x, a, scalings, (0,), starts, shrink, True).a_ranks
             ahead = shrink_ahead(shrink, a_ranks, schedule, parts * schedule.features)
-            ahead = dataclasses.replace(ahead, **cut)
+            ahead = dataclasses.replace(ahead, block=self.block, programs=1)
             return product_kernel(
                 tables,
                 x,
                 w,
                 Terms((), factors, unmade, ShrinkLayout(x, a, scalings, (0,), starts, ahead, True)),
-                schedule=dataclasses.replace(schedule, programs=PROGRAMS),
+                schedule=schedule,
                 **(self.static | self.of_terms),
                 out_dtype=jnp.dtype(self.out_dtype),
                 bias=bias,
