@@ -209,7 +209,7 @@ def check_route(found: gpu_rows.Route, group, slot, groups):
     if found.tables.arrivals is None:
         assert rows > FEW_ROWS or groups > MAX_GROUPS
     else:
-        assert found.tables.arrivals.tolist() == [0] * rows * (1 if rows <= UNSORTED_ROWS else 3)
+        assert found.tables.arrivals.tolist() == [0] * rows * (1 if rows <= UNSORTED_ROWS else 2)
     if rows <= UNSORTED_ROWS:
         check_unsorted(found.tables, place)
         return

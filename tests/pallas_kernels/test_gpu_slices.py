@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_lora_matmul.gpu_slices import Slices, columns_of_terms
@@ -16,6 +16,7 @@ def stored(slices: Slices) -> list[tuple[int, int]]:
     return [(first, int(slices.width_of(np.int32(first)))) for first in firsts]
 
 
+@settings(deadline=None)
 @given(
     columns=st.lists(st.integers(1, 30).map(lambda units: 16 * units), min_size=1, max_size=4),
     features=st.sampled_from([16, 32, 48, 64]),
