@@ -22,13 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.last_program import FOUND_BY_LAST, count_up
+from pallas_kernels.hopper.rolled import rolled
 from pallas_kernels.paged_attention.gpu_consumer import Consumer, scaled_to, weights_of
 from pallas_kernels.paged_attention.gpu_join import factors, inverse_of, joined, mean
 from pallas_kernels.paged_attention.gpu_sizes import LINE, ROWS
 from pallas_kernels.paged_attention.gpu_splits import (
     PIECE,
     Sums,
-    lines_of,
+    columns_of,
     no_sums,
     place_of_split,
     store_numbers,
@@ -144,7 +145,7 @@ class Partner(Consumer):
         @pl.when(~alone)
         def _join_if_last():
             self.store_split(unit, unit.first_split, sums)
-            pl.when(self.comes_last(unit))(lambda: self.store_joined(unit, tile, sums))
+            pl.when(self.comes_last(unit))(lambda: self.store_joined(unit, tile))
 
     def comes_last(self, unit: Unit):
         """Whether both splits of the tile are stored, by both partners."""
@@ -157,40 +158,28 @@ class Partner(Consumer):
         self.meet()
         return self.found[0] == FOUND_BY_LAST
 
-    def store_joined(self, unit: Unit, tile: Unit, sums: Sums):
-        """Joins both splits, its own and what is stored of the other: the tile's result."""
-        s, of_rows, is_first = self.sizes, pl.ds(unit.token * ROWS, ROWS), unit.first_split == 0
-        place = place_of_split(s, unit, 1 - unit.first_split)
-        others, *numbers = (memory.at[*place, of_rows] for memory in self.memory)
-        numbers = [_of_rows(its, False) for its in numbers]
-        own = [sums.maximum, sums.total]
-        ordered = lax.cond(is_first, lambda: (own, numbers), lambda: (numbers, own))
-        nothing, ways = no_sums(s), []
+    def store_joined(self, unit: Unit, tile: Unit):
+        """Joins what is stored of both splits, in pieces of a line: the tile's result."""
+        s, of_rows, ways = self.sizes, pl.ds(unit.token * ROWS, ROWS), []
+        sums, maxima, totals = self.memory
+        places = [place_of_split(s, unit, jnp.int32(split)) for split in range(s.spread)]
+        nothing = no_sums(s)
         maximum, total = nothing.maximum, nothing.total
-        for its_maximum, its_total in ordered:
-            maximum, *both = factors(maximum, its_maximum)
-            total = joined(total, both[0], its_total, both[1])
+        for place in places:
+            maximum, *both = factors(maximum, _of_rows(maxima.at[*place, of_rows], False))
+            total = joined(total, both[0], _of_rows(totals.at[*place, of_rows], False), both[1])
             ways.append([lax.broadcast_in_dim(factor, (ROWS, LINE), [0]) for factor in both])
         inverse = lax.broadcast_in_dim(inverse_of(total), (ROWS, LINE), [0])
-        lines = range(*self.own_lines())
 
-        def load(line):
-            return _of_piece(others.at[:, pl.ds(line * LINE, LINE)])
+        def join(line):
+            # All loads before the first join, whose barrier they would wait for.
+            found = [_of_piece(sums.at[*place, of_rows, columns_of(line)]) for place in places]
+            values = jnp.zeros_like(found[0])
+            for its, both in zip(found, ways, strict=True):
+                values = joined(values, both[0], its, both[1])
+            self.out.at[line][...] = mean(values, inverse).astype(self.out.dtype)
 
-        def join(order: int):
-            following = load(lines[0])
-            for line, own in zip(lines, lines_of(sums.values), strict=True):
-                other = following
-                if line < lines[-1]:
-                    following = load(line + 1)  # before a join, whose barrier it would wait for
-                values = jnp.zeros_like(own)
-                for its, both in zip((own, other)[::order], ways, strict=True):
-                    values = joined(values, both[0], its, both[1])
-                self.out.at[line][...] = mean(values, inverse).astype(self.out.dtype)
-
-        # Where a condition chose between registers they would all be moved.
-        pl.when(is_first)(lambda: join(1))
-        pl.when(~is_first)(lambda: join(-1))
+        rolled(*self.own_lines(), unit.token, join)
         self.store_lines(tile)
 
     def store_split(self, unit: Unit, split, sums: Sums):
