@@ -16,14 +16,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import PageView, implementation, paged_attention, paged_latent_attention
 from pallas_kernels.paged_attention import gpu_attention, gpu_join, gpu_sizes, reference
-from pallas_kernels.paged_attention.gpu_partners import Partner
-from pallas_kernels.paged_attention.tiles import (
-    RUN_WORDS,
-    TILE_WORDS,
-    TokenTiles,
-    split_runs,
-    token_tiles,
-)
+from pallas_kernels.paged_attention.tiles import RUN_WORDS, TILE_WORDS, split_runs, token_tiles
 from tests.pallas_kernels.gpu_interpreter import interpret
 
 pytestmark = pytest.mark.interpreter
@@ -136,7 +129,7 @@ class Case:
 
         return spread_over
 
-    def run(self, tokens, seed=0, **of_interpreter):
+    def run(self, tokens, seed=0):
         with (
             mock.patch.object(gpu_sizes, "WORTH", 1 if self.spread else 99),
             mock.patch.object(implementation, "REGISTERS_MOVE", not self.loading),
@@ -151,7 +144,7 @@ class Case:
                 mock.patch.object(gpu_attention, "PROGRAMS", int(programs)),
                 mock.patch.object(gpu_join, "AHEAD", 2),
             ):
-                return interpret(self.kernel, *self.arguments(tokens, seed), **of_interpreter)
+                return interpret(self.kernel, *self.arguments(tokens, seed))
 
     def expect(self, tokens):
         q, first, second, view = self.arguments(tokens)
@@ -300,29 +293,7 @@ def test_bits_do_not_depend_on_who_joins(name):
         order = [*range(2, len(tokens)), 0, 1]
         shuffled = last.run([tokens[i] for i in order], seed=1)
         assert np.array_equal(shuffled.view(np.uint16), apart[order])
-        with mock.patch.object(gpu_attention, "split_runs", runs_from_the_end), first_split_last():
-            # What another program has stored may look like a race: nobody says here that it has.
-            found = dataclasses.replace(last).run(tokens, detect_races=False)
-            assert np.array_equal(found.view(np.uint16), apart)
     assert not join.called
-
-
-def runs_from_the_end(*arguments, **options):
-    runs = split_runs(*arguments, **options)
-    words = runs.words.reshape(-1, RUN_WORDS)
-    order = jnp.maximum(runs.count - 1 - jnp.arange(len(words)), 0)
-    return TokenTiles(runs.count, words[order].reshape(-1))
-
-
-def first_split_last():
-    """The interpreter does not know in which order programs come."""
-
-    def comes_last(partner, unit):
-        partner.meet()
-        return unit.first_split == 0
-
-    its = comes_last if INTERPRETED else Partner.comes_last
-    return mock.patch.object(Partner, "comes_last", its)
 
 
 def test_bits_do_not_depend_on_who_loads():
