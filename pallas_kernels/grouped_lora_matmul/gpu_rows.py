@@ -21,7 +21,6 @@ from pallas_kernels.grouped_lora_matmul.gpu_run_table import run_table
 from pallas_kernels.grouped_lora_matmul.gpu_schedule import tile_height, tiles_together
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import BLOCKS_OF_ROWS, piece_rows
 from pallas_kernels.grouped_lora_matmul.gpu_tile_table import Ends, tile_table
-from pallas_kernels.hopper.zero_words import zeros_to_count
 
 UNSORTED_ROWS = 16  # so few rows hardly share experts: each is a tile of its own, unsorted
 FEW_ROWS = 2048  # up to here all pairs of rows are compared
@@ -330,6 +329,12 @@ def chosen(tokens, choices: int) -> Tables:
     """
     arrivals = zeros_to_count(tokens, tokens.shape[0] * choices)
     return Tables(None, None, None, None, arrivals=arrivals)
+
+
+def zeros_to_count(numbers, size: int):
+    """`arrivals` of so many words; the numbers are any that are not as low as -2³⁰."""
+    # What the compiler knows to be zero might be anybody's.
+    return jnp.full(size, (jnp.min(numbers) < -(2**30)).astype(jnp.int32))
 
 
 def _route_counted(groups, slots, place, choices):

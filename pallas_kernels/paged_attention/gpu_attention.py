@@ -18,8 +18,8 @@ as they may be anything, and 0 x NaN is NaN.
 Sums begin anew at every multiple of the split's size, and are joined in order (`gpu_join.py`). In a
 large batch a program has all of a unit's sequence and joins as it goes. In a small one units are
 runs of splits, as many as there are programs; they store each split's sums, and a second kernel
-joins them, or of two programs the last. All do the same to a row, so bits do not depend on which it
-is, either. A tile that sees one split has its result from the program that has it.
+joins them. Both do the same to a row, so bits do not depend on which it is, either. A tile that
+sees one split has its result from the program that has it.
 
 A sink is a score without a value: joining begins with it in place of nothing.
 
@@ -42,7 +42,6 @@ from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import drain, overlaid, two_views
 from pallas_kernels.hopper.store import whole_lines
-from pallas_kernels.hopper.zero_words import zeros_to_count
 from pallas_kernels.paged_attention.gpu_consumer import Consumer
 from pallas_kernels.paged_attention.gpu_join import join_kernel
 from pallas_kernels.paged_attention.gpu_loading_consumer import LoadingConsumer
@@ -73,15 +72,14 @@ def attention_kernel(sizes: Sizes, q, caches, view, sinks=None):
     tiles, units = token_tiles(view, s.unit), s.tokens * s.parts
     if s.spread:
         most = PROGRAMS // s.parts
-        runs = split_runs(tiles, s.split, s.window, s.spread, most, padding=s.last_joins)
-        tiles, units = runs, most * s.parts
+        tiles, units = split_runs(tiles, s.split, s.window, s.spread, most), most * s.parts
     programs = min(PROGRAMS, units)
     one_split = s.splits(positions) == 1
     shape = (s.tokens, s.heads) if s.boxes else (s.parts, s.tokens * s.group)
     if not s.boxes:
         q = q.reshape(s.tokens, s.parts, s.group, -1).swapaxes(0, 1).reshape(*shape, -1)
-    columns, joined_apart = s.value_lines * LINE, s.spread and not s.last_joins
-    if joined_apart:
+    columns = s.value_lines * LINE
+    if s.spread:
         columns = whole_lines(columns, LINE)  # those of sums, with which results are joined
     results = [jax.ShapeDtypeStruct((*shape, columns), q.dtype)]
     if s.spread:
@@ -106,14 +104,11 @@ def attention_kernel(sizes: Sizes, q, caches, view, sinks=None):
     # One axis for all positions: with pages, a copy would have more axes than the engine takes.
     caches = (cache.reshape(-1, *cache.shape[2:]) for cache in caches)
     sinks = (sinks_of_rows(s, sinks),) if s.sinks else ()
-    # The interpreter counts no programs, see `Partner.comes_last`.
-    counts = s.last_joins and not s.interpreted
-    arrivals = zeros_to_count(view.request, s.tokens * s.parts) if counts else None
-    y, *rest = kernel(*tiles, view.page_tables, q, arrivals, *caches, *sinks)
-    if joined_apart:
+    y, *rest = kernel(*tiles, view.page_tables, q, *caches, *sinks)
+    if s.spread:
         y = join_kernel(s, view, first_of_tile(view, s.unit), y, *rest, *sinks, dtype=q.dtype)
     y = y[..., : s.value_lines * LINE]
-    if not (joined_apart or s.boxes):
+    if not (s.spread or s.boxes):
         y = y.reshape(s.parts, s.tokens, s.group, -1).swapaxes(0, 1)
     return y.reshape(s.tokens, s.heads, -1)
 
@@ -156,8 +151,6 @@ def _scratch(s: Sizes, dtype):
         scratch |= dict(maxima=numbers, totals=numbers, kept=[numbers, numbers])
         scratch["published"] = plgpu.Barrier(num_barriers=s.consumers)
         scratch["scored"] = plgpu.Barrier(num_arrivals=s.consumers)
-    if s.last_joins:
-        scratch["found"] = plgpu.SMEM((1,), jnp.int32)
     if s.interpreted:
         # The interpreter multiplies only what is in shared memory.
         scratch["weights"] = [plgpu.SMEM((ROWS, BLOCK), dtype) for _ in range(s.warpgroups)]
@@ -175,7 +168,6 @@ def _body(
     words,
     page_tables,
     q,
-    arrivals,
     *refs,
     **scratch,
 ):
@@ -185,8 +177,6 @@ def _body(
     wait_for_kernels_before(sizes.tokens)
     units = count[0] * sizes.parts
     mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
-    if sizes.last_joins:
-        scratch["arrivals"] = arrivals
     loader = Loader(sizes, page_tables, caches, scratch["stages"], scratch["full"])
 
     def unit(i):

@@ -85,19 +85,18 @@ class Consumer:
                 return before, step
             return self.join_split(unit, split, before, sums), step
 
-        if self.one_split or s.last_joins:
+        if self.one_split:
             start = no_sums(s), step
             sums, step = lax.fori_loop(unit.first_round, unit.end_round, attend, start)
             sums = self.after_sink(tile, self.whole(sums))
         else:
             start = None if s.spread else self.before_splits(tile), step
             sums, step = lax.fori_loop(unit.first_split, unit.end_split, attend_split, start)
-        if s.last_joins:
-            self.store_or_join(unit, tile, sums)
-        elif not s.spread:
-            self.store(tile, sums)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.stored.at[0])
+        if s.spread:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.stored.at[0])
+        else:
+            self.finish(tile, sums)
         return step
 
     def whole(self, sums: Sums) -> Sums:
@@ -270,23 +269,21 @@ class Consumer:
 
         rolled(0, s.value_lines, stage, clear)
 
+    def finish(self, tile: Unit, sums: Sums):
+        self.store(tile, sums)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.stored.at[0])
+
     def store(self, tile: Unit, sums: Sums):
         """Stores the weighted means; zeros for padding tokens."""
         inverse = lax.broadcast_in_dim(inverse_of(sums.total), (ROWS, LINE), [0])
-        first, _ = self.own_lines()
-        for line, its in enumerate(lines_of(sums.values), first):
+        first = self.part * self.sizes.own_columns // LINE
+        lines = lines_of(sums.values)
+        for line, its in enumerate(lines, first):
             self.out.at[line][...] = mean(its, inverse).astype(self.out.dtype)
-        self.store_lines(tile)
-
-    def own_lines(self):
-        """The first line of values that it sums up, and the one after the last."""
-        count = self.sizes.own_columns // LINE
-        return self.part * count, (self.part + 1) * count
-
-    def store_lines(self, tile: Unit):
-        """Stores its lines of results, which are in shared memory."""
         plgpu.commit_smem()
-        rolled(*self.own_lines(), tile.token, functools.partial(self.store_line, tile))
+        store = functools.partial(self.store_line, tile)
+        rolled(first, first + len(lines), tile.token, store)
 
     def store_line(self, tile: Unit, line):
         s, y, columns = self.sizes, self.y, columns_of(line)

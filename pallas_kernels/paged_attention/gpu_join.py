@@ -1,8 +1,8 @@
 """Joining the sums of splits of a sequence, in order of position.
 
 A split's sums are taken with a maximum of its own. To join what is before it and the split itself,
-both are scaled to the larger maximum. Whoever joins, a program that has the whole sequence, the
-last of two that have one, or the kernel below, uses the same functions, so that bits are the same.
+both are scaled to the larger maximum. Whoever joins, a program that has the whole sequence or the
+kernel below, uses the same functions, so that bits are the same.
 
 Sums of no positions (maximum -inf, sums 0) change nothing but the sign of a zero, and the results
 have no negative zeros.

@@ -21,15 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.last_program import FOUND_BY_LAST, count_up
-from pallas_kernels.hopper.rolled import rolled
 from pallas_kernels.paged_attention.gpu_consumer import Consumer, scaled_to, weights_of
-from pallas_kernels.paged_attention.gpu_join import factors, inverse_of, joined, mean
+from pallas_kernels.paged_attention.gpu_join import factors, joined
 from pallas_kernels.paged_attention.gpu_sizes import LINE, ROWS
 from pallas_kernels.paged_attention.gpu_splits import (
     PIECE,
     Sums,
-    columns_of,
     no_sums,
     place_of_split,
     store_numbers,
@@ -40,23 +37,11 @@ from pallas_kernels.paged_attention.gpu_units import Unit, stage_of
 class Partner(Consumer):
     """One of the two."""
 
-    def __init__(
-        self,
-        *arguments,
-        maxima,
-        totals,
-        kept,
-        published,
-        scored,
-        found=None,
-        arrivals=None,
-        **scratch,
-    ):
+    def __init__(self, *arguments, maxima, totals, kept, published, scored, **scratch):
         super().__init__(*arguments, **scratch)
         self.other = 1 - self.part
         self.maxima, self.totals, self.kept = maxima, totals, kept
         self.published, self.scored = published, scored
-        self.found, self.arrivals = found, arrivals
 
     def attend(self, unit: Unit, tile: Unit, positions, round_, state):
         sums, step = state
@@ -127,60 +112,10 @@ class Partner(Consumer):
     def whole(self, sums: Sums) -> Sums:
         """The sums with both partners' totals. Nobody reads the queries any more then."""
         self.totals[self.part] = sums.total
-        self.meet()
-        total = _of_rows(self.totals.at[0]) + _of_rows(self.totals.at[1])
-        return sums._replace(total=total)
-
-    def meet(self):
-        """What each of the two has stored is visible to the other."""
         plgpu.barrier_arrive(self.scored)
         plgpu.barrier_wait(self.scored)
-
-    def store_or_join(self, unit: Unit, tile: Unit, sums: Sums):
-        """Stores the result of a tile that sees no other split. Else the sums, and joins them with
-        those of the other if they are there."""
-        alone = ~unit.has_rounds | unit.sees_one_split(self.sizes)
-        pl.when(alone)(lambda: self.store(tile, sums))
-
-        @pl.when(~alone)
-        def _join_if_last():
-            self.store_split(unit, unit.first_split, sums)
-            pl.when(self.comes_last(unit))(lambda: self.store_joined(unit, tile))
-
-    def comes_last(self, unit: Unit):
-        """Whether both splits of the tile are stored, by both partners."""
-        self.meet()
-        if self.arrivals is None:  # interpreted: programs run in the order of splits
-            return unit.first_split == 1
-        if self.part == 0:
-            word = unit.token * self.sizes.parts + unit.part
-            count_up(self.arrivals.at[pl.ds(word, 1)], self.found)
-        self.meet()
-        return self.found[0] == FOUND_BY_LAST
-
-    def store_joined(self, unit: Unit, tile: Unit):
-        """Joins what is stored of both splits, in pieces of a line: the tile's result."""
-        s, of_rows, ways = self.sizes, pl.ds(unit.token * ROWS, ROWS), []
-        sums, maxima, totals = self.memory
-        places = [place_of_split(s, unit, jnp.int32(split)) for split in range(s.spread)]
-        nothing = no_sums(s)
-        maximum, total = nothing.maximum, nothing.total
-        for place in places:
-            maximum, *both = factors(maximum, _of_rows(maxima.at[*place, of_rows], False))
-            total = joined(total, both[0], _of_rows(totals.at[*place, of_rows], False), both[1])
-            ways.append([lax.broadcast_in_dim(factor, (ROWS, LINE), [0]) for factor in both])
-        inverse = lax.broadcast_in_dim(inverse_of(total), (ROWS, LINE), [0])
-
-        def join(line):
-            # All loads before the first join, whose barrier they would wait for.
-            found = [_of_piece(sums.at[*place, of_rows, columns_of(line)]) for place in places]
-            values = jnp.zeros_like(found[0])
-            for its, both in zip(found, ways, strict=True):
-                values = joined(values, both[0], its, both[1])
-            self.out.at[line][...] = mean(values, inverse).astype(self.out.dtype)
-
-        rolled(*self.own_lines(), unit.token, join)
-        self.store_lines(tile)
+        total = _of_rows(self.totals.at[0]) + _of_rows(self.totals.at[1])
+        return sums._replace(total=total)
 
     def store_split(self, unit: Unit, split, sums: Sums):
         s, memory = self.sizes, self.memory
@@ -242,9 +177,9 @@ class Partner(Consumer):
             yield piece * PIECE, of_program.at[product * (width // PIECE) + piece]
 
 
-def _of_rows(memory, shared=True):
-    """One number for each row, from shared memory or global memory."""
-    numbers = plgpu.load(memory, layout=plgpu.Layout.WGMMA.reduce(1), optimized=shared)
+def _of_rows(memory):
+    """One number for each row."""
+    numbers = plgpu.load(memory, layout=plgpu.Layout.WGMMA.reduce(1))
     return plgpu.layout_cast(numbers, plgpu.Layout.WGMMA.reduce(1))
 
 

@@ -50,8 +50,6 @@ class Sizes:
       split: positions of a split.
       spread: several programs share a sequence: they store partial sums of this many splits at
         most. 0: a program has all of it.
-      last_joins: sequences have two splits at most, each a program of its own, and the one that
-        comes last joins both. Else a kernel does.
       tiles: tiles of 64 rows in a unit, each with a consumer of its own.
       sinks: whether each head has a score that no position has.
     """
@@ -69,7 +67,6 @@ class Sizes:
     interpreted: bool
     split: int = SPLIT
     spread: int = 0
-    last_joins: bool = False
     tiles: int = 1
     sinks: bool = False
 
@@ -157,9 +154,7 @@ class Sizes:
         saved = -(-seen // self.round_size) - self.rounds
         idle = 4 * units <= 3 * programs
         sums = 4 * splits * units * self.rows_of_sums * self.value_lines * LINE
-        # A program alone would take longer than a kernel to join many.
-        last_joins = self.consumers > 1 and splits == 2 and splits * units <= programs
-        spread = dataclasses.replace(self, spread=splits, last_joins=last_joins)
+        spread = dataclasses.replace(self, spread=splits)
         faster = idle and saved >= WORTH and sums <= MOST_BYTES and spread.stages >= MIN_STAGES
         return spread if faster else self
 
@@ -240,7 +235,7 @@ class Sizes:
     def name(self) -> str:
         columns = f"k{self.key_lines * LINE}_v{self.value_lines * LINE}"
         tiles = f"_x{self.tiles}" if self.tiles > 1 else ""
-        spread = ("_spread_joined" if self.last_joins else "_spread") if self.spread else ""
+        spread = "_spread" if self.spread else ""
         sinks = "_sinks" if self.sinks else ""
         return f"paged_attention_h{self.heads}_g{self.kv_heads}_{columns}{sinks}{tiles}{spread}"
 

@@ -39,18 +39,14 @@ def token_tiles(view, height: int) -> TokenTiles:
     return TokenTiles(tile[-1:] + 1, words.reshape(-1))
 
 
-def split_runs(
-    tiles: TokenTiles, split: int, window: int | None, most: int, size: int, padding: bool = False
-):
+def split_runs(tiles: TokenTiles, split: int, window: int | None, most: int, size: int):
     """Cuts what tiles see of their requests into runs of splits, at most `size` of them.
 
     A split is [n * split, (n + 1) * split) for any n. Runs are as long as they must be, all but a
     tile's last one equally.
 
     Args:
-      most: how many splits a tile sees at most: positions past these have no runs.
-      size: not less than the number of tokens.
-      padding: whether a tile of padding has a run, too.
+      most: how many splits a tile sees at most. size: not less than the number of tokens.
 
     Returns:
       TokenTiles of runs, with RUN_WORDS each: those of the tile, the first split and the end.
@@ -60,9 +56,9 @@ def split_runs(
     first = jnp.zeros_like(position)
     if window is not None:
         first = lax.div(jnp.maximum(position - window + 1, 0), jnp.int32(split))
-    end = jnp.minimum(lax.div(position + tokens - 1, jnp.int32(split)) + 1, first + most)
-    splits = jnp.where(request >= 0, end - first, int(padding))
-    splits = jnp.where(jnp.arange(len(words)) < tiles.count, splits, 0)
+    end = lax.div(position + tokens - 1, jnp.int32(split)) + 1
+    used = (jnp.arange(len(words)) < tiles.count) & (request >= 0)
+    splits = jnp.where(used, end - first, 0)
     lengths = jnp.arange(1, most + 1, dtype=jnp.int32)
     too_short = _cut(splits, lengths[:, None]).sum(axis=1) > size
     length = 1 + too_short.sum(dtype=jnp.int32)

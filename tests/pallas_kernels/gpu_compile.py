@@ -35,7 +35,6 @@ LOADED_BY_CONSUMERS = (
     "attention with sinks",
     "latent attention",
     "latent attention of few",
-    "latent attention of two splits",
     "attention gradients of queries",
     "attention gradients of queries with sinks",
     "attention gradients of keys",
@@ -395,9 +394,6 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "latent attention", latent_attention, (*queries, *pages, *view)
     queries = [array(8, 16, width) for width in (512, 64)]
     yield "latent attention of few", latent_attention, (*queries, *pages, *few)
-    queries = [array(64, 64, width) for width in (512, 64)]
-    two = number(64), number(64), number(64, 64)
-    yield "latent attention of two splits", latent_attention, (*queries, *pages, *two)
 
     places = -(-tokens // TILE) * TILE
     queries, keys = array(places, 32, 128), array(places, 4, 128)

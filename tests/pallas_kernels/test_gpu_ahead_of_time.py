@@ -115,13 +115,12 @@ def test_decode():
             "rotation,rotation without norms,"
             "attention of groups of three,attention of few,attention of few with sinks,"
             "attention of one token,attention of few tokens,"
-            "latent attention of few,latent attention of two splits,"
+            "latent attention of few,"
             "attention gradients of queries,attention gradients of queries with sinks,"
             "attention gradients of keys,latent attention gradients of queries,"
             "latent attention gradients of keys,rms_norm,add_norm,"
             "choice,choice of bfloat16,"
-            f"latent attention of few{STAY},latent attention of two splits{STAY},"
-            f"attention gradients of queries{STAY},"
+            f"latent attention of few{STAY},attention gradients of queries{STAY},"
             f"attention gradients of keys{STAY},latent attention gradients of queries{STAY},"
             f"latent attention gradients of keys{STAY}",
         )

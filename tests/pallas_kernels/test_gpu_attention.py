@@ -33,9 +33,8 @@ class Case:
     """Heads of the queries and of the cache (0: latents), widths of keys and values.
 
     `split` replaces the kernel's own size; `spread` says whether several programs share a sequence,
-    `last_joins` whether the last of two joins what they have, `tiles` how many tiles of a unit
-    share its blocks. `sinks`: heads have them. `loading`: who multiplies loads as well, as where
-    registers do not move.
+    `tiles` how many tiles of a unit share its blocks. `sinks`: heads have them. `loading`: who
+    multiplies loads as well, as where registers do not move.
     """
 
     heads: int
@@ -46,7 +45,6 @@ class Case:
     window: int | None = None
     split: int = gpu_sizes.SPLIT
     spread: bool = False
-    last_joins: bool = False
     tiles: int = 1
     sinks: bool = False
     loading: bool = False
@@ -118,30 +116,18 @@ class Case:
 
         return jax.jit(run)
 
-    @property
-    def spread_over(self):
-        original = gpu_sizes.Sizes.spread_over
-
-        def spread_over(sizes, positions, programs):
-            spread = original(sizes, positions, programs)
-            assert spread.last_joins or not self.last_joins
-            return dataclasses.replace(spread, last_joins=self.last_joins)
-
-        return spread_over
-
     def run(self, tokens, seed=0):
         with (
             mock.patch.object(gpu_sizes, "WORTH", 1 if self.spread else 99),
             mock.patch.object(implementation, "REGISTERS_MOVE", not self.loading),
-            mock.patch.object(gpu_sizes.Sizes, "spread_over", self.spread_over),
         ):
             if not INTERPRETED:
                 return np.asarray(self.kernel(*self.arguments(tokens, seed)))
             # A sequence is spread where units leave a quarter of the programs idle.
             units = len(tokens) * max(1, self.kv_heads)
-            programs = 2 + units * (2 if self.last_joins else 4 / 3) if self.spread else 2
+            programs = 2 + units * 4 // 3 if self.spread else 2
             with (
-                mock.patch.object(gpu_attention, "PROGRAMS", int(programs)),
+                mock.patch.object(gpu_attention, "PROGRAMS", programs),
                 mock.patch.object(gpu_join, "AHEAD", 2),
             ):
                 return interpret(self.kernel, *self.arguments(tokens, seed))
@@ -281,21 +267,6 @@ def test_bits_do_not_depend_on_who_has_a_split(name):
     assert np.array_equal(alone[0].view(np.uint16), whole[row].view(np.uint16))
 
 
-@pytest.mark.parametrize("name", ["latents shared by two", "latents that two load"])
-def test_bits_do_not_depend_on_who_joins(name):
-    """A kernel, or the last of two programs, of tiles with two splits, one, and none."""
-    case, tokens = SPLIT_CASES[name]
-    spread = dataclasses.replace(case, spread=True)
-    apart = spread.run(tokens).view(np.uint16)
-    with mock.patch.object(gpu_attention, "join_kernel") as join:
-        last = dataclasses.replace(spread, last_joins=True)
-        assert np.array_equal(check(last, tokens).view(np.uint16), apart)
-        order = [*range(2, len(tokens)), 0, 1]
-        shuffled = last.run([tokens[i] for i in order], seed=1)
-        assert np.array_equal(shuffled.view(np.uint16), apart[order])
-    assert not join.called
-
-
 def test_bits_do_not_depend_on_who_loads():
     case, tokens = SPLIT_CASES["latents shared by two"]
     for spread in (False, True):
@@ -386,9 +357,9 @@ def test_tiles_cover_every_token_once(runs, height):
     assert found.count[0] == sum(-(-lengths // height))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def runs_of(view, window, size, most=12, padding=False):
-    return split_runs(token_tiles(view, 4), 8, window, most, size, padding)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def runs_of(view, window, size):
+    return split_runs(token_tiles(view, 4), 8, window, 12, size)
 
 
 @settings(max_examples=50, deadline=None)
@@ -420,75 +391,6 @@ def test_runs_cover_every_split_once(ends, window_and_spare):
     lengths = np.array([len(splits) for splits in expected.values()])
     if longest > 1:
         assert (-(-lengths // (longest - 1))).sum() > 6 + spare
-
-
-def test_runs_of_padding_and_of_positions_past_the_last_split():
-    """Where each split has a program: none has two, and somebody stores zeros for padding."""
-    request = np.array([0, -1, -1, -1, -1, -1, 1, 2], np.int32)
-    positions = np.array([15, 0, 0, 0, 0, 0, 7, 40], np.int32)
-    view = PageView(request, positions, None)
-    for padding in (False, True):
-        found = runs_of(view, None, 16, 2, padding)
-        runs = np.asarray(found.words).reshape(-1, RUN_WORDS)[: int(found.count[0])]
-        runs = runs[:, [0, 2, 4, 5]].tolist()
-        assert [run for run in runs if run[1] >= 0] == [
-            [0, 0, 0, 1], [0, 0, 1, 2], [6, 1, 0, 1], [7, 2, 0, 1], [7, 2, 1, 2]
-        ]  # fmt: skip
-        assert [run[0] for run in runs if run[1] < 0] == ([1, 5] if padding else [])
-
-
-def test_the_last_of_two_programs_joins_where_each_split_has_one():
-    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-
-    def sizes(tokens, positions, heads=64, width=512):
-        pages = array((9, 64, width)), array((9, 64, 64))
-        sizes = gpu_sizes.latent_sizes(array((tokens, heads, width)), *pages, 1.0)
-        return sizes.spread_over(positions, 132)
-
-    assert sizes(64, 4096).last_joins and sizes(66, 4096, heads=16).last_joins
-    assert sizes(67, 4096).spread and not sizes(67, 4096).last_joins  # 134 splits
-    assert sizes(4, 32768).spread and not sizes(4, 32768).last_joins  # 16 of each sequence
-    assert sizes(33, 8192, heads=128).last_joins and not sizes(33, 8192).last_joins
-    assert not sizes(64, 2048).last_joins and not sizes(1, 512, width=256).last_joins
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 64])
-def test_the_last_of_many_programs_joins(heads):
-    """Whichever it is, the bits are a kernel's; and the words in which programs count are zeros."""
-    rng, requests, columns = np.random.default_rng(0), 64, 64
-    lengths = rng.integers(1, columns * 64 + 1, requests)
-    lengths[:4] = 2048, 2049, 4096, 1
-    request = np.arange(requests, dtype=np.int32)
-    request[5::9] = -1
-    tables = rng.permutation(requests * columns).reshape(requests, columns).astype(np.int32)
-    view = PageView(request, (lengths - 1).astype(np.int32), tables)
-    shapes = (
-        (requests, heads, 576),
-        (requests * columns, 64, 1, 512),
-        (requests * columns, 64, 1, 64),
-    )
-    q, *caches = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
-    its = (cache[:, :, 0] for cache in caches)
-    sizes = gpu_sizes.latent_sizes(q[..., :512], *its, SCALE)
-    spread = sizes.spread_over(columns * 64, 132)
-    assert spread.last_joins
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(last_joins, words, q, caches, view):
-        its = dataclasses.replace(spread, last_joins=last_joins)
-        with (
-            mock.patch.object(gpu_sizes.Sizes, "spread_over", lambda *_: its),
-            mock.patch.object(gpu_attention, "zeros_to_count", lambda *_: words),
-        ):
-            return gpu_attention.attention_kernel(sizes, q, caches, view)
-
-    words = jnp.zeros(requests, jnp.int32) + jnp.min(jnp.asarray(request)) + 1
-    expected = np.asarray(run(False, words, q, tuple(caches), view)).view(np.uint16)
-    for _ in range(50):
-        found = np.asarray(run(True, words, q, tuple(caches), view)).view(np.uint16)
-        assert np.array_equal(found, expected)
-    assert not np.asarray(words).any()
 
 
 def test_sequences_are_spread_where_programs_would_idle():
