@@ -16,7 +16,7 @@ from lora_moe_jax.adapters.inspect import describe
 from lora_moe_jax.checkpoint.reader import Checkpoint
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.config.reader import read_config
-from lora_moe_jax.errors import ConfigError
+from lora_moe_jax.errors import AdapterError, ConfigError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, iter_slots, projections
 
@@ -49,7 +49,12 @@ def inspect_folder(
 
 def _print_adapter(console: Console, folder: Path, base: Path, max_rank: int) -> None:
     model = abstract_model(read_config(base), adapters=SlotConfig(1, max_rank))
-    summary = describe(folder, projections(model), max_rank)
+    try:
+        summary = describe(folder, projections(model), max_rank)
+    except AdapterError as error:
+        other = f"if its base is not {base}, name that with --model"
+        error.hint = other if error.hint is None else f"{error.hint}; {other}"
+        raise
     low, high = summary.scaling
     rows = {
         "layout": summary.layout,

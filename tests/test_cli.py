@@ -125,7 +125,8 @@ def test_bad_input_is_one_message_and_status_2(capsys, tmp_path):
     assert main(["inspect", __file__]) == 2
     assert "found: a file" in capsys.readouterr().err
     assert main(["inspect", str(ADAPTERS["tester"]), "--max-rank", "4"]) == 2
-    assert "AdapterError" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "AdapterError" in error and "--model" in error
     assert main(["generate", "--prompt", "x", "--use", "nobody"]) == 2
     assert "--use" in capsys.readouterr().err
     folder = ADAPTERS["prose"]

@@ -171,6 +171,7 @@ def _row(product, phase, rows, case: LoraCase, times, floor, base, floors) -> Lo
     ragged_dot, gpu = times.get("ragged_dot"), on_gpu()
     work = floor / floors[base]
     # Where rows are laid out, that is in `off`, and with adapters in the shrink's kernel.
+    # Nor is there one where the product makes u itself.
     expand = None if case.gather else ratio(_expand(on), off.pallas)
     expand_target = case.expand_target()
     target: Target | None = case.target(phase == "prefill", work)
@@ -206,7 +207,9 @@ def _row(product, phase, rows, case: LoraCase, times, floor, base, floors) -> Lo
 
 
 def _expand(on: Timing) -> float | None:
-    """The product's own kernels, without those of the shrink."""
+    """The product's own kernels, without those of the shrink; None if there are none of that."""
+    if on.kernels and not on.matching(PALLAS, SHRINK):
+        return None
     return on.matching(PALLAS, without=SHRINK) or None
 
 

@@ -113,6 +113,8 @@ def checked(
     Raises:
       See `grouped_lora_matmul`.
     """
+    if isinstance(lora, Lora):
+        raise ValueError("lora must be a tuple with an entry for each part: (Lora(...),) of one")
     parts = parts or (w.shape[1],)
     lora = tuple(lora) or (None,) * len(parts)
     check_call(x, w, group_sizes, row_slots, lora, parts)

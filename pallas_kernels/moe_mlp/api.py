@@ -28,7 +28,7 @@ from pallas_kernels.kept import map_once
 from pallas_kernels.moe_mlp.dispatch import dispatch
 from pallas_kernels.moe_mlp.experts import experts as experts_of
 from pallas_kernels.once import Once
-from pallas_kernels.routing_plan.api import local_groups
+from pallas_kernels.routing_plan.api import check_tokens, local_groups
 
 
 def moe_mlp(
@@ -78,11 +78,12 @@ def moe_mlp(
       NotImplementedError: an implementation that cannot serve these shapes.
     """
     count, twice, _ = gate_up.shape
-    if experts.shape != weights.shape or experts.shape[:1] != x.shape[:1]:
+    if experts.ndim != 2 or experts.shape != weights.shape or experts.shape[:1] != x.shape[:1]:
         raise ValueError(
             f"experts {experts.shape} and weights {weights.shape} must both be "
             f"[{x.shape[0]}, choices]"
         )
+    check_tokens(x.shape[0], token_slots, valid)
     parts, into = (twice // 2, twice // 2), (lora_gate, lora_up)
     of_layer = gate_up, gate_up_bias, down, into, lora_down
     backend = backend_of(implementation, x, experts, token_slots, *of_layer)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementation import (
@@ -18,6 +21,7 @@ from pallas_kernels.implementation import (
     serves,
 )
 from pallas_kernels.paged_attention import differentiable, xla
+from pallas_kernels.paged_attention.check import check_grouped, check_latent
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
 
@@ -82,14 +86,13 @@ def paged_attention(
         Their bits differ.
 
     Raises:
-      ValueError: sinks that are not one for each head.
+      ValueError: arrays that do not belong together, or are of another type; a window below 1.
       NotImplementedError: an implementation that cannot serve these shapes.
     """
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"sinks must be one for each of {q.shape[1]} heads, got {sinks.shape}")
+    check_grouped(q, k_pages, v_pages, view, sliding_window, sinks)
     arguments = q, k_pages, v_pages, view, sinks
     backend = _choose_backend(implementation, "check_grouped", *arguments)
-    return differentiable.paged_attention(backend, scale, sliding_window, *arguments)
+    return differentiable.paged_attention(backend, scale, sliding_window, *_of_jax(arguments))
 
 
 def paged_latent_attention(
@@ -108,11 +111,16 @@ def paged_latent_attention(
     latent of each head. Same contract as `paged_attention`; the gradient is plain JAX. That of
     `latent_attention`, which knows what makes heads of latents, multiplies fewer columns.
     """
-    backend = _choose_backend(
-        implementation, "check_latent", q_latent, q_rope, latent_pages, rope_pages, view
-    )
-    return differentiable.paged_latent_attention(
-        backend, scale, q_latent, q_rope, latent_pages, rope_pages, view
+    arguments = q_latent, q_rope, latent_pages, rope_pages, view
+    check_latent(*arguments)
+    backend = _choose_backend(implementation, "check_latent", *arguments)
+    return differentiable.paged_latent_attention(backend, scale, *_of_jax(arguments))
+
+
+def _of_jax(arrays):
+    """NumPy's arrays as JAX's: these take JAX's numbers as indices."""
+    return jax.tree.map(
+        lambda its: jnp.asarray(its) if isinstance(its, np.ndarray) else its, arrays
     )
 
 

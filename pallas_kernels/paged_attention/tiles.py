@@ -46,7 +46,9 @@ def split_runs(tiles: TokenTiles, split: int, window: int | None, most: int, siz
     tile's last one equally.
 
     Args:
-      most: how many splits a tile sees at most. size: not less than the number of tokens.
+      most: how many splits a tile sees at most: positions past these, and past a page table, have
+        no runs.
+      size: not less than the number of tokens.
 
     Returns:
       TokenTiles of runs, with RUN_WORDS each: those of the tile, the first split and the end.
@@ -56,7 +58,7 @@ def split_runs(tiles: TokenTiles, split: int, window: int | None, most: int, siz
     first = jnp.zeros_like(position)
     if window is not None:
         first = lax.div(jnp.maximum(position - window + 1, 0), jnp.int32(split))
-    end = lax.div(position + tokens - 1, jnp.int32(split)) + 1
+    end = jnp.minimum(lax.div(position + tokens - 1, jnp.int32(split)) + 1, first + most)
     used = (jnp.arange(len(words)) < tiles.count) & (request >= 0)
     splits = jnp.where(used, end - first, 0)
     lengths = jnp.arange(1, most + 1, dtype=jnp.int32)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -50,7 +51,13 @@ def routing_plan(
       num_groups: how many experts are local.
       first_group: the first local expert, when experts are split over devices.
       valid: bool [tokens]; False for padding tokens, which go past the last group.
+
+    Raises:
+      ValueError: shapes that do not belong together.
     """
+    if experts.ndim != 2:
+        raise ValueError(f"experts must be [tokens, choices], got {experts.shape}")
+    check_tokens(experts.shape[0], token_slots, valid)
     group = local_groups(experts, num_groups, first_group, valid)
     tokens, choices = group.shape
     slots = jnp.repeat(token_slots.astype(jnp.int32), choices)
@@ -63,6 +70,15 @@ def routing_plan(
         row_slots=slots[order],
         group_sizes=group_sizes,
     )
+
+
+def check_tokens(count: int, token_slots, valid) -> None:
+    """Raises ValueError unless there is a slot, and if there is any a `valid`, for each token."""
+    arrays = dict(token_slots=token_slots) | ({} if valid is None else dict(valid=valid))
+    for name, array in arrays.items():
+        if np.shape(array) != (count,):
+            shape = np.shape(array)
+            raise ValueError(f"{name} must be [{count}], one for each token, got {shape}")
 
 
 def local_groups(
@@ -105,7 +121,6 @@ def _inverse(order):
     return jnp.zeros_like(place).at[order].set(place, unique_indices=True)
 
 
-@jax.custom_vjp
 def combine(
     rows: Float[Array, "rows width"],
     position: Int[Array, "tokens choices"],
@@ -115,7 +130,22 @@ def combine(
 
     Rows past the last group count as zero (`grouped_lora_matmul` writes them so). The gradients of
     rows and weights only read: a scatter would add in any order.
+
+    Raises:
+      ValueError: not a weight, or not a row, for each choice.
     """
+    if position.ndim != 2 or weights.shape != position.shape:
+        raise ValueError(
+            "position and weights must both be [tokens, choices], "
+            f"got {position.shape} and {weights.shape}"
+        )
+    if rows.ndim != 2 or rows.shape[0] < position.size:
+        raise ValueError(f"rows must be [{position.size}, width], got {rows.shape}")
+    return _combine(rows, position, weights)
+
+
+@jax.custom_vjp
+def _combine(rows, position, weights):
     return _sum_of_choices(rows, position, weights)
 
 
@@ -134,7 +164,7 @@ def _combine_backward(saved, dy):
     return drows.astype(rows.dtype), None, jnp.stack(dweights, axis=1).astype(weights.dtype)
 
 
-combine.defvjp(_combine_forward, _combine_backward)
+_combine.defvjp(_combine_forward, _combine_backward)
 
 
 def rows_of_choices(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import check_known, implementation_module, mosaic_gpu_module
@@ -43,7 +44,8 @@ def rms_norm(
 ) -> Float[Array, "*rows features"]:
     """x / rms(x) in float32, cast back to x's dtype, times the weight in x's dtype.
 
-    A `Layered` weight has no gradient. Args and errors: see `row_sum`.
+    A `Layered` weight has no gradient. Args and errors: see `row_sum`; ValueError: x is no array of
+    floating-point numbers.
     """
     rows = x.reshape(-1, x.shape[-1])
     weight = weight.astype(x.dtype)
@@ -88,5 +90,7 @@ def _backend(implementation: str | None) -> ModuleType:
 
 def _backend_of_norms(implementation: str | None, rows) -> ModuleType:
     """Of rows [rows, features]: Hopper's kernels are for some numbers of features."""
+    if not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise ValueError(f"x must be a floating-point array, got {rows.dtype}")
     module = mosaic_gpu_module("pallas_kernels.row_reduce", implementation, rows)
     return module or _backend(implementation)

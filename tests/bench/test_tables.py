@@ -105,6 +105,12 @@ def test_lora_on_a_gpu(gpu):
     assert "1.050" in text and "1.100" in text and "8 slots, r 16" in text
 
 
+def test_lora_of_products_that_make_u(gpu):
+    row = measure_lora(LoraCase(8), pallas(10.5, other=9), pallas(10, other=10))
+    assert row.expand_over_off is None and row.expand_verdict == ""
+    assert row.kernel_over_off == pytest.approx(1.05)
+
+
 def test_lora_targets(gpu):
     none = LoraCase(8, live=False)
     assert measure_lora(none, pallas(10.04), pallas(10)).verdict == "aim"

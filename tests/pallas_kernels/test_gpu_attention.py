@@ -357,6 +357,16 @@ def test_tiles_cover_every_token_once(runs, height):
     assert found.count[0] == sum(-(-lengths // height))
 
 
+def test_positions_past_a_page_table_have_no_runs():
+    """Of 12 splits of 8 positions: what a run of a 13th stored would lie past all sums."""
+    view = PageView(np.array([0, 1], np.int32), np.array([95, 96], np.int32), None)
+    found = runs_of(view, None, 24)
+    runs = np.asarray(found.words).reshape(-1, RUN_WORDS)[: int(found.count[0])]
+    assert sorted(map(tuple, runs[:, [2, 4, 5]])) == [
+        (request, split, split + 1) for request in (0, 1) for split in range(12)
+    ]
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def runs_of(view, window, size):
     return split_runs(token_tiles(view, 4), 8, window, 12, size)
@@ -448,6 +458,9 @@ def test_memory_has_room_for_one_round_of_two_partners():
             assert sizes.stages < gpu_sizes.MIN_STAGES
 
 
+VIEW_OF_THREE = PageView(np.zeros(3, int), np.arange(3), np.zeros((1, 1), int))
+
+
 @pytest.mark.parametrize(
     "changed, said",
     [
@@ -466,9 +479,11 @@ def test_refusals_name_the_shapes(changed, said):
     q = array((3, sizes["heads"], sizes["width"]))
     k, v = array((*cache, sizes["width"])), array((*cache, sizes["v_width"]))
     with pytest.raises(NotImplementedError, match=said):
-        paged_attention(q, k, v, None, scale=1.0, implementation="mosaic_gpu")
+        paged_attention(q, k, v, VIEW_OF_THREE, scale=1.0, implementation="mosaic_gpu")
 
 
 def test_unknown_implementations_are_refused():
     with pytest.raises(NotImplementedError, match="'triton' is not one of"):
-        paged_latent_attention(None, None, None, None, None, scale=1.0, implementation="triton")
+        q, cache = jnp.zeros((3, 2, 8)), jnp.zeros((1, 4, 8))
+        options = dict(scale=1.0, implementation="triton")
+        paged_latent_attention(q, q, cache, cache, VIEW_OF_THREE, **options)

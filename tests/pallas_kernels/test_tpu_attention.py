@@ -248,7 +248,9 @@ def test_refusals_name_the_shapes(changed, said):
     cache = (9, sizes["page"], sizes["kv_heads"])
     q = array((sizes["tokens"], sizes["heads"], sizes["widths"][0]))
     k, v = (array((*cache, width)) for width in sizes["widths"])
-    view = PageView(None, None, jax.ShapeDtypeStruct((64, sizes["columns"]), jnp.int32))
+    of_tokens = jax.ShapeDtypeStruct((sizes["tokens"],), jnp.int32)
+    tables = jax.ShapeDtypeStruct((64, sizes["columns"]), jnp.int32)
+    view = PageView(of_tokens, of_tokens, tables)
     with pytest.raises(NotImplementedError, match=f"{said}.*{sizes['heads']}"):
         paged_attention(q, k, v, view, scale=1.0, implementation="mosaic_tpu")
 
