@@ -48,9 +48,8 @@ GRAPHS_WITH_SUMS = {
     "DYNAMIC_SLICE_FUSION,COLLECTIVES"
 }
 HOLES = 4  # for arrays of a kind: those of two steps, and those being freed
-SCORED_ROWS = (
-    256  # at once, at most: logits of all rows of a long step would be more than a gigabyte
-)
+# At once, at most: logits of all rows of a long step would be more than a gigabyte.
+SCORED_ROWS = 256
 
 
 class CacheLostError(RuntimeError):
