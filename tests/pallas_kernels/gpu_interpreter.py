@@ -479,20 +479,21 @@ class AheadCase(BesideCase):
         parts = 1 if self.gate is None else 2
         sizes = self.rows, self.groups, self.n // parts, parts
         schedule = product_schedule(*sizes, beside=BYTES_BESIDE, biased=self.biased)
-        schedule = dataclasses.replace(schedule, **(dict(programs=PROGRAMS) | dict(self.cut)))
+        schedule = dataclasses.replace(schedule, **dict(self.cut), programs=shrink.programs)
+        cut = dict(block=self.block, programs=1)
 
         @jax.jit
         def product(tables, x, w, unmade, factors, bias):
             a, scalings = zip(*unmade, strict=True)
             a_ranks = ShrinkLayout(x, a, scalings, (0,), starts, shrink, True).a_ranks
             ahead = shrink_ahead(shrink, a_ranks, schedule, parts * schedule.features)
-            ahead = dataclasses.replace(ahead, block=self.block, programs=1)
+            ahead = dataclasses.replace(ahead, **cut)
             return product_kernel(
                 tables,
                 x,
                 w,
                 Terms((), factors, unmade, ShrinkLayout(x, a, scalings, (0,), starts, ahead, True)),
-                schedule=schedule,
+                schedule=dataclasses.replace(schedule, programs=PROGRAMS),
                 **(self.static | self.of_terms),
                 out_dtype=jnp.dtype(self.out_dtype),
                 bias=bias,
