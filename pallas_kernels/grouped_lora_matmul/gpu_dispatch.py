@@ -59,7 +59,7 @@ def dispatch_few(x, groups: int, group, token_slots, valid) -> tuple[Route, jax.
         _sorted_kernel, "lora_dispatch", sizes, numbers, x, group, token_slots, valid
     )
     # By blocks of rows, nobody reads the pieces.
-    pieces, most = Pieces(place, place), piece_rows(rows, groups)
+    pieces, most = Pieces(place, place, place), piece_rows(rows, groups)
     if rows > BLOCKS_OF_ROWS:
         pieces = Pieces(*piece_table(place, most))
     tiles = Tiles(count, words)

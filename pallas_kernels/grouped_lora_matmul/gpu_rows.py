@@ -48,10 +48,12 @@ class Pieces(NamedTuple):
 
     Attributes:
       count: int32, its last element is how many there are. row: the first row of each, then zeros.
+      bare: int32 [1], how many rows have no adapter, so are in none.
     """
 
     count: jax.Array
     row: jax.Array
+    bare: jax.Array
 
 
 class OrderedRuns(NamedTuple):
@@ -220,8 +222,9 @@ def _starts(place, row):
 
 def _pieces(place, cuts, number) -> Pieces:
     if place.shape[0] <= BLOCKS_OF_ROWS:
-        return Pieces(place, place)  # nobody reads them
-    return Pieces(number, _rows_of(cuts, number))
+        return Pieces(place, place, place)  # nobody reads them
+    bare = jnp.sum(slot_of(place) < 0, dtype=jnp.int32)
+    return Pieces(number, _rows_of(cuts, number), bare[None])
 
 
 def _numbers(marked):
@@ -318,7 +321,7 @@ def unsorted(place, arrivals) -> Tables:
     """Every row a run and a tile of its own, wherever its group is: no launches for a sort."""
     # A constant, which costs no launch; nobody reads the pieces of so few rows.
     end = jnp.asarray(np.arange(1, place.shape[0] + 1, dtype=np.int32))
-    return Tables(place, end, Pieces(place, place), None, arrivals=arrivals)
+    return Tables(place, end, Pieces(place, place, place), None, arrivals=arrivals)
 
 
 def chosen(tokens, choices: int) -> Tables:

@@ -32,6 +32,7 @@ class RunTable(NamedTuple):
     run_end: jax.Array
     piece_count: jax.Array
     piece_row: jax.Array
+    bare: jax.Array
 
 
 def run_table(begin, rows: int, slots: int, most: int) -> RunTable:
@@ -43,7 +44,7 @@ def run_table(begin, rows: int, slots: int, most: int) -> RunTable:
         many, in whole 8, but for the last.
     """
     sizes = _Sizes(rows, begin.shape[0], slots, most)
-    numbers = rows, rows, 1, rows
+    numbers = rows, rows, 1, rows, 1
     call = pl.pallas_call(
         functools.partial(_kernel, sizes),
         out_shape=[jax.ShapeDtypeStruct((number,), jnp.int32) for number in numbers],
@@ -107,13 +108,13 @@ def _quotient(number, divisor):
     return lax.div(number + divisor - 1, jnp.broadcast_to(jnp.int32(divisor), number.shape))
 
 
-def _kernel(sizes: _Sizes, begin, place, run_end, piece_count, piece_row):
+def _kernel(sizes: _Sizes, begin, place, run_end, piece_count, piece_row, bare):
     program = pl.program_id(0)
     first = program * sizes.of_program
     number = lax.iota(jnp.int32, pl.next_power_of_2(sizes.keys))
-    pieces = _keys(sizes, begin, sizes.key(number)).pieces
-    count = jnp.sum(pieces, dtype=jnp.int32)
-    before = jnp.sum(jnp.where(number < first, pieces, 0), dtype=jnp.int32)
+    every = _keys(sizes, begin, sizes.key(number))
+    count = jnp.sum(every.pieces, dtype=jnp.int32)
+    before = jnp.sum(jnp.where(number < first, every.pieces, 0), dtype=jnp.int32)
 
     def write(i, before):
         key = sizes.key(first + i)
@@ -136,6 +137,7 @@ def _kernel(sizes: _Sizes, begin, place, run_end, piece_count, piece_row):
     @pl.when(program == 0)
     def _count():
         piece_count[0] = count
+        bare[0] = jnp.sum(jnp.where(every.slot < 0, every.end - every.begin, 0), dtype=jnp.int32)
 
     share = pl.cdiv(sizes.rows, sizes.programs)
     begin_rest = jnp.maximum(program * share, count)

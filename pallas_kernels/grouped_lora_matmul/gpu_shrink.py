@@ -103,7 +103,8 @@ def shrink_kernel(
         x,
         tables.place,
         tables.run_end,
-        *tables.pieces,
+        tables.pieces.count,
+        tables.pieces.row,
         *(merged(factor)[0] for factor in factors),
         *(merged(scaling.reshape(-1))[0] for scaling in scalings),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,17 +98,28 @@ def _body(layout: SpreadLayout, x, position, y, **scratch):
     spread(layout, lax.axis_index("program"), x, position, None, y, **scratch)
 
 
+class Bare(NamedTuple):
+    """Rows without an adapter, where those of adapters are laid out by others.
+
+    Attributes:
+      place: of each row, see `gpu_rows.Tables`. count: [1], how many rows have no adapter.
+    """
+
+    place: jax.Array
+    count: jax.Array
+
+
 def spread(
-    layout: SpreadLayout, program, x, position, place, y, *, stage_of_row, stage_full
+    layout: SpreadLayout, program, x, position, bare: Bare | None, y, *, stage_of_row, stage_full
 ) -> None:
     """A program's part of it, by one warpgroup.
 
     Args:
-      x, y: in lines. place: of each row, see `gpu_rows.Tables`: only rows without an adapter are
-        stored. None: all are.
+      x, y: in lines. bare: only these rows are stored. None: all are.
     """
     stages, choices = layout.stages, range(layout.choices)
     mine = lax.div(layout.tokens - program + (layout.programs - 1), jnp.int32(layout.programs))
+    loaded = jnp.minimum(mine, stages - 1)
 
     def token_of(i):
         return program + i * layout.programs
@@ -122,44 +134,58 @@ def spread(
         token = jnp.minimum(token_of(i), layout.tokens - 1)
         return [position[token * layout.choices + choice] for choice in choices]
 
-    def are_mine(rows):
-        return [None if place is None else slot_of(place[row]) < 0 for row in rows]
+    def store_all(place):
+        """Stores all rows; of those that have a place, only the ones without an adapter."""
 
-    def unit(i, state):
-        """What is read of two tokens that follow is read ahead, one after the other."""
-        *found, next_rows = state
-        stage = lax.rem(i, jnp.int32(stages))
-        following = next_rows, are_mine(next_rows), rows_of(i + 2)
-        plgpu.barrier_wait(stage_full.at[stage])
+        def are_mine(rows):
+            return [None if place is None else slot_of(place[row]) < 0 for row in rows]
 
-        def store(row):
-            for part in layout.parts:
-                plgpu.copy_smem_to_gmem(
-                    stage_of_row.at[stage, part], y.at[row, part], commit_group=False
-                )
+        def unit(i, state):
+            """What is read of two tokens that follow is read ahead, one after the other."""
+            *found, next_rows = state
+            stage = lax.rem(i, jnp.int32(stages))
+            following = next_rows, are_mine(next_rows), rows_of(i + 2)
+            plgpu.barrier_wait(stage_full.at[stage])
 
-        for row, is_mine in zip(*found, strict=True):
-            if is_mine is None:
-                store(row)
-            else:
-                pl.when(is_mine)(functools.partial(store, row))
-        plgpu.commit_smem_to_gmem_group()
+            def store(row):
+                for part in layout.parts:
+                    plgpu.copy_smem_to_gmem(
+                        stage_of_row.at[stage, part], y.at[row, part], commit_group=False
+                    )
 
-        @pl.when(i + (stages - 1) < mine)
-        def _next():
-            # The stage before this one is stored: all but this token's stores have read.
-            wait_for_all_but = functools.partial(plgpu.wait_smem_to_gmem, wait_read_only=True)
-            if place is None:
-                wait_for_all_but(1)
-            else:
-                # The interpreter knows no group without copies.
-                stores = functools.reduce(jnp.logical_or, found[1])
-                lax.cond(stores, lambda: wait_for_all_but(1), lambda: wait_for_all_but(0))
-            load(i + (stages - 1))
+            for row, is_mine in zip(*found, strict=True):
+                if is_mine is None:
+                    store(row)
+                else:
+                    pl.when(is_mine)(functools.partial(store, row))
+            plgpu.commit_smem_to_gmem_group()
 
-        return following
+            @pl.when(i + (stages - 1) < mine)
+            def _next():
+                # The stage before this one is stored: all but this token's stores have read.
+                wait_for_all_but = functools.partial(plgpu.wait_smem_to_gmem, wait_read_only=True)
+                if place is None:
+                    wait_for_all_but(1)
+                else:
+                    # The interpreter knows no group without copies.
+                    stores = functools.reduce(jnp.logical_or, found[1])
+                    lax.cond(stores, lambda: wait_for_all_but(1), lambda: wait_for_all_but(0))
+                load(i + (stages - 1))
 
-    lax.fori_loop(0, jnp.minimum(mine, stages - 1), lambda i, _: load(i), None)
-    first = rows_of(0)
-    lax.fori_loop(0, mine, unit, (first, are_mine(first), rows_of(1)))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return following
+
+        first = rows_of(0)
+        lax.fori_loop(0, mine, unit, (first, are_mine(first), rows_of(1)))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    lax.fori_loop(0, loaded, lambda i, _: load(i), None)
+    if bare is None:
+        store_all(None)
+        return
+    count = bare.count[0]
+    pl.when(count == layout.rows)(lambda: store_all(None))
+    pl.when((count > 0) & (count < layout.rows))(lambda: store_all(bare.place))
+
+    @pl.when(count == 0)
+    def _let_come():
+        lax.fori_loop(0, loaded, lambda i, _: plgpu.barrier_wait(stage_full.at[i]), None)

@@ -24,7 +24,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_rows import Route
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, Shrinker, by_step, for_pieces
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import ShrinkSchedule
-from pallas_kernels.grouped_lora_matmul.gpu_spread import SpreadLayout, spread
+from pallas_kernels.grouped_lora_matmul.gpu_spread import Bare, SpreadLayout, spread
 from pallas_kernels.hopper import gather
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.kept_kernel import kept_kernel
@@ -46,6 +46,7 @@ class _Operands(NamedTuple):
     run_end: jax.Array
     piece_count: jax.Array
     piece_row: jax.Array
+    bare: jax.Array
     x: jax.Array
     factors: list
     scalings: list
@@ -157,7 +158,8 @@ def _body(
     @pl.when(warpgroup == SPREAD)
     def _spread():
         stages = dict(stage_of_row=stage_of_row, stage_full=stage_full)
-        spread(spread_layout, program, given.x, given.position, given.place, y, **stages)
+        rows = Bare(given.place, given.bare)
+        spread(spread_layout, program, given.x, given.position, rows, y, **stages)
 
 
 class _GatheringShrinker(Shrinker):

@@ -175,8 +175,11 @@ def _body(
     sinks = refs[cache_count] if sizes.sinks else None
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     wait_for_kernels_before(sizes.tokens)
-    units = count[0] * sizes.parts
-    mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
+    if sizes.spread:
+        mine = jnp.int32(1)  # a run, which has no splits past the count: nobody waits for that
+    else:
+        units = count[0] * sizes.parts
+        mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
     loader = Loader(sizes, page_tables, caches, scratch["stages"], scratch["full"])
 
     def unit(i):

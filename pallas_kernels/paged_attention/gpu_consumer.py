@@ -65,10 +65,12 @@ class Consumer:
         """Computes unit(i) for each i below the number of this program's units."""
         lax.fori_loop(0, units, lambda i, step: self.compute(unit(i), i, step), jnp.int32(0))
 
-    def compute(self, unit: Unit, i, step):
+    def compute(self, unit: Unit, i, step, beside=lambda: None):
+        """Computes a unit; beside() while its queries come."""
         s, tile = self.sizes, tile_of(self.sizes, unit, self.tile)
         if self.part == 0:
             self.load_queries(tile, i)
+        beside()
         plgpu.barrier_wait(self.q_full)
         attend = functools.partial(self.attend, unit, tile, self.positions_of_rows(tile))
 

@@ -23,8 +23,7 @@ from pallas_kernels.paged_attention.gpu_sizes import ROWS, Sizes
 
 AHEAD = 16  # splits that are loaded together, at most: each load takes longer than a join
 THREADS = 128
-NOTHING_TO_JOIN = -1.0  # in place of a row's total, with
-ABOVE_ALL = 1e38  # in place of its maximum: a sink before it counts nothing
+NOTHING_TO_JOIN = -1.0  # in place of the total of a row that has its result
 
 
 def factors(maximum, maximum_of_split):
@@ -129,6 +128,10 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
             )
         return state
 
+    if found is not None:
+        # Else nobody knows what is there, and it need not be read.
+        total_of_first = totals[part, begin, first * ROWS + inside]
+        is_known = (begin < end) & (total_of_first == NOTHING_TO_JOIN)
     sink, weight = (sinks[0][part, member], 1.0) if sinks else (-jnp.inf, 0.0)
     start = vector(0.0), vector(sink), vector(weight)
     times = lax.div(end - begin + (together - 1), jnp.int32(together))
@@ -136,6 +139,7 @@ def _body(sizes: Sizes, request, positions, first_of_tile, found, sums, maxima, 
     result = mean(all_sums, inverse_of(total)).astype(y.dtype)
     if found is not None:
         place = (token, head) if s.boxes else (part, token * s.group + member)
-        known = plgpu.load(found.at[place], layout=layout)
-        result = jnp.where(total < 0, known, result)
+        result = lax.cond(
+            is_known, lambda: plgpu.load(found.at[place], layout=layout), lambda: result
+        )
     y.at[token, head][...] = result

@@ -46,8 +46,11 @@ class LoadingPartner(Partner):
         def compute(i, step):
             its = FollowedUnit(**vars(unit(i)), following=lambda: following(i + 1))
             is_loaded = (i > 0) & unit(jnp.maximum(i - 1, 0)).has_rounds
-            pl.when(its.has_rounds & ~is_loaded)(lambda: self.load_first(its, step))
-            return self.compute(its, i, step)
+
+            def load():
+                pl.when(its.has_rounds & ~is_loaded)(lambda: self.load_first(its, step))
+
+            return self.compute(its, i, step, load)
 
         lax.fori_loop(0, units, compute, jnp.int32(0))
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.rolled import rolled
 from pallas_kernels.hopper.store import store_rows
-from pallas_kernels.paged_attention.gpu_join import ABOVE_ALL, NOTHING_TO_JOIN, factors, joined
+from pallas_kernels.paged_attention.gpu_join import NOTHING_TO_JOIN, factors, joined
 from pallas_kernels.paged_attention.gpu_sizes import LINE, ROWS, Sizes
 from pallas_kernels.paged_attention.gpu_units import Unit
 
@@ -62,13 +62,10 @@ def sums_of_sinks(sizes: Sizes, sinks) -> Sums:
 
 
 def no_sums_to_join() -> Sums:
-    """Numbers of rows that have their results: a total that no weights have, of all that counts."""
+    """Numbers of rows that have their results: a total that no weights have. Nobody reads more."""
     of_row = plgpu.Layout.WGMMA.reduce(1)
-    maximum, total = (
-        plgpu.layout_cast(jnp.full((ROWS,), number, jnp.float32), of_row)
-        for number in (ABOVE_ALL, NOTHING_TO_JOIN)
-    )
-    return Sums(maximum, total, ())
+    number = plgpu.layout_cast(jnp.full((ROWS,), NOTHING_TO_JOIN, jnp.float32), of_row)
+    return Sums(number, number, ())
 
 
 def lines_of(values):

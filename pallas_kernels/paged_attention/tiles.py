@@ -42,8 +42,9 @@ def token_tiles(view, height: int) -> TokenTiles:
 def split_runs(tiles: TokenTiles, split: int, window: int | None, most: int, size: int):
     """Cuts what tiles see of their requests into runs of splits, at most `size` of them.
 
-    A split is [n * split, (n + 1) * split) for any n. Runs are as long as they must be, all but a
-    tile's last one equally.
+    Those past the count have no splits: who has but one need not know the count. A split is
+    [n * split, (n + 1) * split) for any n. Runs are as long as they must be, all but a tile's last
+    one equally.
 
     Args:
       most: how many splits a tile sees at most: positions past these, and past a page table, have
@@ -69,7 +70,7 @@ def split_runs(tiles: TokenTiles, split: int, window: int | None, most: int, siz
     tile = jnp.minimum((run[:, None] >= ends).sum(axis=1), len(words) - 1)
     before = jnp.where(tile > 0, ends[tile - 1], 0)
     start = first[tile] + (run - before) * length
-    stop = jnp.minimum(start + length, end[tile])
+    stop = jnp.where(run < ends[-1], jnp.minimum(start + length, end[tile]), start)
     runs = jnp.concatenate([words[tile], start[:, None], stop[:, None]], axis=1)
     return TokenTiles(ends[-1:], runs.reshape(-1))
 

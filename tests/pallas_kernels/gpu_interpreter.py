@@ -308,7 +308,7 @@ class InnerCase(ProductCase):
             return gpu_rows.tables(None, jnp.asarray(row_slots, jnp.int32), self.groups)
         place = np.asarray(gpu_rows.place_of(group, row_slots, self.groups), np.int32)
         end = np.arange(1, self.rows + 1, dtype=np.int32)
-        return gpu_rows.Tables(place, end, gpu_rows.Pieces(place, place), None)
+        return gpu_rows.Tables(place, end, gpu_rows.Pieces(place, place, place), None)
 
     def of_rows(self, x, w, a, b, scalings, group, row_slots):
         """The definition, row by row, of whole numbers of groups and slots."""
@@ -601,7 +601,8 @@ def pieces_of(tables):
     row = np.arange(len(place))
     starts = (place != np.roll(place, 1)) | (row % 24 == 0)
     found = np.flatnonzero(starts & (tables.row_slots >= 0)).astype(np.int32)
-    return gpu_rows.Pieces(np.array([len(found)], np.int32), np.pad(found, (0, 1)))
+    numbers = np.array([[len(found)], [np.count_nonzero(tables.row_slots < 0)]], np.int32)
+    return gpu_rows.Pieces(numbers[0], np.pad(found, (0, 1)), numbers[1])
 
 
 @functools.cache

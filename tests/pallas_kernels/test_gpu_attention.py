@@ -384,7 +384,8 @@ def test_runs_cover_every_split_once(ends, window_and_spare):
     view = PageView(request.astype(np.int32), positions.astype(np.int32), None)
     found = runs_of(view, window, 6 + spare)
     assert found.count[0] <= 6 + spare
-    runs = np.asarray(found.words).reshape(-1, RUN_WORDS)[: int(found.count[0])]
+    runs, rest = np.split(np.asarray(found.words).reshape(-1, RUN_WORDS), found.count)
+    assert (rest[:, 4] == rest[:, 5]).all()
     seen: dict[int, list[int]] = {}
     for token, _, of, position, first, end in runs:
         assert of == request[token] and position == positions[token] and first < end

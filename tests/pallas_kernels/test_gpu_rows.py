@@ -149,6 +149,7 @@ def check_pieces(found: gpu_rows.Tables, place, groups):
     run_end, rows = np.asarray(found.run_end), np.asarray(found.pieces.row)
     count = found.pieces.count[-1]
     assert not rows[count:].any()  # read ahead
+    assert found.pieces.bare.tolist() == [np.count_nonzero((place & 0xFFFF) == 0)]
     assert found.piece_rows == piece_rows(len(place), groups)
     for begin, after in itertools.pairwise([*rows[:count], len(place)]):
         end = min(run_end[begin], after) if after > begin else run_end[begin]
