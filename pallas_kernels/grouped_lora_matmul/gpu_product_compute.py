@@ -105,8 +105,7 @@ class ProductConsumer:
             some = jnp.maximum(slot, 0)
             scalings = inner.scaling(self.lora.scalings, self.layer, some, tile)
 
-        if layout.in_place:
-            first_run = self.feed.run_at(tile, 0)
+        is_mixed = self.feed.is_mixed(tile)
         blocks_of_a = layout.blocks_of_a if inner else 0
 
         def compute(*accumulators):
@@ -152,14 +151,13 @@ class ProductConsumer:
                 scaled = functools.partial(inner.scaled, total, scalings, layout.first_rank)
                 pl.when(slot >= 0)(lambda: self.store_u(scaled()))
             if layout.in_place:
-                end = self.in_place.add_runs(tile, first_run, sums, height, end)
+                end = self.in_place.add_runs(tile, is_mixed, sums, height, end)
             elif layout.terms:
                 places = [(i, 0, height) for i in range(blocks)]
                 steps = jnp.where(slot >= 0, self.steps_of_run(tile, slot), 0)
                 end = self.low_rank_steps(sums, places, steps, end)
             totals = tuple(accumulator[...] for accumulator in sums)
             if layout.in_place:
-                is_mixed = self.feed.ends_within(tile, first_run)
                 pl.when(is_mixed)(lambda: self.in_place.look_at(totals))
             return totals, end
 

@@ -46,15 +46,14 @@ class InPlace:
         zeros = jnp.zeros((64, LOOKED_AT), jnp.float32)
         self.own[...] = jnp.sum(plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), axis=1)
 
-    def add_runs(self, tile: Tile, first_run, accumulators, height, first_step):
-        """Adds u·B of the tile's runs, the first of which is known; returns the step after them.
+    def add_runs(self, tile: Tile, is_mixed, accumulators, height, first_step):
+        """Adds u·B of the tile's runs; returns the step after them.
 
         Products of the last K step may run still: its stage, the one before, is free after the
         first of these, or when all have ended.
         """
-        is_mixed = self.feed.ends_within(tile, first_run)
         add = functools.partial(self.add_run, tile, is_mixed, accumulators, height, first_step)
-        count = self.feed.walk_runs(tile, 0, tile.rows, add, jnp.int32(0), first_run)
+        count = self.feed.walk_runs(tile, 0, tile.rows, add, jnp.int32(0))
         plgpu.wgmma_wait(0)
         end = self.stages.after(first_step, count)
         pl.when((tile.k_steps > 0) | (count > 0))(lambda: self.release_before(end))

@@ -99,7 +99,7 @@ def _body(layout: SpreadLayout, x, position, y, **scratch):
 
 
 class Bare(NamedTuple):
-    """Rows without an adapter, where those of adapters are laid out by others.
+    """Rows without an adapter, where others lay out the rest.
 
     Attributes:
       place: of each row, see `gpu_rows.Tables`. count: [1], how many rows have no adapter.
@@ -134,58 +134,56 @@ def spread(
         token = jnp.minimum(token_of(i), layout.tokens - 1)
         return [position[token * layout.choices + choice] for choice in choices]
 
-    def store_all(place):
-        """Stores all rows; of those that have a place, only the ones without an adapter."""
+    def are_mine(rows):
+        return [None if bare is None else slot_of(bare.place[row]) < 0 for row in rows]
 
-        def are_mine(rows):
-            return [None if place is None else slot_of(place[row]) < 0 for row in rows]
+    def unit(i, state):
+        """What is read of two tokens that follow is read ahead, one after the other."""
+        *found, next_rows = state
+        stage = lax.rem(i, jnp.int32(stages))
+        following = next_rows, are_mine(next_rows), rows_of(i + 2)
+        plgpu.barrier_wait(stage_full.at[stage])
 
-        def unit(i, state):
-            """What is read of two tokens that follow is read ahead, one after the other."""
-            *found, next_rows = state
-            stage = lax.rem(i, jnp.int32(stages))
-            following = next_rows, are_mine(next_rows), rows_of(i + 2)
-            plgpu.barrier_wait(stage_full.at[stage])
+        def store(row):
+            for part in layout.parts:
+                plgpu.copy_smem_to_gmem(
+                    stage_of_row.at[stage, part], y.at[row, part], commit_group=False
+                )
 
-            def store(row):
-                for part in layout.parts:
-                    plgpu.copy_smem_to_gmem(
-                        stage_of_row.at[stage, part], y.at[row, part], commit_group=False
-                    )
+        for row, is_mine in zip(*found, strict=True):
+            if is_mine is None:
+                store(row)
+            else:
+                pl.when(is_mine)(functools.partial(store, row))
+        plgpu.commit_smem_to_gmem_group()
 
-            for row, is_mine in zip(*found, strict=True):
-                if is_mine is None:
-                    store(row)
-                else:
-                    pl.when(is_mine)(functools.partial(store, row))
-            plgpu.commit_smem_to_gmem_group()
+        @pl.when(i + (stages - 1) < mine)
+        def _next():
+            # The stage before this one is stored: all but this token's stores have read.
+            wait_for_all_but = functools.partial(plgpu.wait_smem_to_gmem, wait_read_only=True)
+            if bare is None:
+                wait_for_all_but(1)
+            else:
+                # The interpreter knows no group without copies.
+                stores = functools.reduce(jnp.logical_or, found[1])
+                lax.cond(stores, lambda: wait_for_all_but(1), lambda: wait_for_all_but(0))
+            load(i + (stages - 1))
 
-            @pl.when(i + (stages - 1) < mine)
-            def _next():
-                # The stage before this one is stored: all but this token's stores have read.
-                wait_for_all_but = functools.partial(plgpu.wait_smem_to_gmem, wait_read_only=True)
-                if place is None:
-                    wait_for_all_but(1)
-                else:
-                    # The interpreter knows no group without copies.
-                    stores = functools.reduce(jnp.logical_or, found[1])
-                    lax.cond(stores, lambda: wait_for_all_but(1), lambda: wait_for_all_but(0))
-                load(i + (stages - 1))
-
-            return following
-
-        first = rows_of(0)
-        lax.fori_loop(0, mine, unit, (first, are_mine(first), rows_of(1)))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return following
 
     lax.fori_loop(0, loaded, lambda i, _: load(i), None)
-    if bare is None:
-        store_all(None)
-        return
-    count = bare.count[0]
-    pl.when(count == layout.rows)(lambda: store_all(None))
-    pl.when((count > 0) & (count < layout.rows))(lambda: store_all(bare.place))
+    first = rows_of(0)
+    start = first, are_mine(first), rows_of(1)
 
-    @pl.when(count == 0)
+    def store_all():
+        lax.fori_loop(0, mine, unit, start)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    if bare is None:
+        store_all()
+        return
+    pl.when(bare.count[0] > 0)(store_all)
+
+    @pl.when(bare.count[0] == 0)
     def _let_come():
         lax.fori_loop(0, loaded, lambda i, _: plgpu.barrier_wait(stage_full.at[i]), None)

@@ -228,40 +228,31 @@ class TileFeed:
         if self.layout.word_copies():
             plgpu.barrier_arrive(self.empty.at[tile.slot])
 
-    def walk_runs(self, tile: Tile, begin, end, visit, carry, first=None):
+    def walk_runs(self, tile: Tile, begin, end, visit, carry):
         """visit(slot, first, stop, carry) for the adapted runs of the tile's rows [begin, end).
 
-        `begin` and `end` count from the tile's first row, those of a run from `begin`. `first` is
-        the run at `begin`, where that has been read.
+        `begin` and `end` count from the tile's first row, those of a run from `begin`.
         """
 
         def run(state):
-            row, (slot, stop), carry = state
+            row, carry = state
+            slot, stop = self.run_at(tile, row)
             stop = jnp.minimum(stop, end)
-            # Read now, needed after this run; past the tile's rows it is of nobody.
-            following = self.run_at(tile, stop)
             carry = lax.cond(
                 slot >= 0,
                 lambda carry: visit(slot, row - begin, stop - begin, carry),
                 lambda carry: carry,
                 carry,
             )
-            return stop, following, carry
+            return stop, carry
 
-        begin = jnp.int32(begin)
-        start = begin, first or self.run_at(tile, begin), carry
-        return lax.while_loop(lambda state: state[0] < end, run, start)[2]
+        return lax.while_loop(lambda state: state[0] < end, run, (jnp.int32(begin), carry))[1]
 
     def is_mixed(self, tile: Tile):
         """Whether the tile has several runs, which are added in place."""
         if not self.layout.in_place:
             return jnp.bool(False)
-        return self.ends_within(tile, self.run_at(tile, 0))
-
-    @staticmethod
-    def ends_within(tile: Tile, run):
-        """Whether rows of the tile follow a run of `run_at`."""
-        return run[1] < tile.rows
+        return self.run_at(tile, 0)[1] < tile.rows
 
     def for_parts(self, tile: Tile, by_run, handle, carry):
         """handle(part, carry) for the tile, or for each of its runs as a tile of its own."""
