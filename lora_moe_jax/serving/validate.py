@@ -22,7 +22,7 @@ def sequence_of_prompts(prompts, key: str = "prompts") -> list:
             f"{key} must be a list, one entry for each request",
             key=key,
             expected="a list of strings or of lists of token ids",
-            found=type(prompts).__name__,
+            found="a list of token ids" if lone_tokens else type(prompts).__name__,
             hint="put a single prompt into a list",
         )
     return list(prompts)

@@ -202,15 +202,15 @@ def lora_matmul(
 
 def check_call(x, w, group_sizes, row_slots, lora, parts):
     """Raises ValueError for shapes and dtypes that do not belong together."""
-    if w.ndim != 3:
-        raise ValueError(f"w must be [groups, n, k], got {w.shape}")
+    if w.ndim != 3 or w.shape[0] == 0:
+        raise ValueError(f"w must be [groups, n, k], with a group at least, got {w.shape}")
     groups, n, k = w.shape
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x must be [rows, {k}] for w {w.shape}, got {x.shape}")
     for name, array in (("x", x), ("w", w)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must be a floating-point array, got {array.dtype}")
-    if group_sizes is None and (groups == 0 or x.shape[0] % groups):
+    if group_sizes is None and x.shape[0] % groups:
         raise ValueError(f"{x.shape[0]} rows do not make {groups} equal groups; pass group_sizes")
     if group_sizes is not None:
         _check_indices("group_sizes", group_sizes, groups, "")
@@ -218,8 +218,9 @@ def check_call(x, w, group_sizes, row_slots, lora, parts):
         raise ValueError(f"parts {parts} must add up to {n} and match the {len(lora)} lora entries")
     if row_slots is not None or any(entry is not None for entry in lora):
         _check_indices("row_slots", row_slots, x.shape[0], " when lora is given")
+    widest = max(4, x.dtype.itemsize, w.dtype.itemsize)
     for width, entry in zip(parts, lora, strict=True):
-        _check_entry(entry, groups, width, k)
+        _check_entry(entry, groups, width, k, widest)
 
 
 def check_bias(name: str, bias, x, w):
@@ -249,12 +250,15 @@ def check_slots(entries: tuple[Slots | None, ...], names: str = "the parts of lo
         )
 
 
-def _check_entry(entry: Slots | None, groups: int, n: int, k: int):
+def _check_entry(entry: Slots | None, groups: int, n: int, k: int, widest: int):
     classes = classes_of(entry)
     for pair in classes:
-        _check_pair(pair, groups, n, k)
-    if entry is not None and (not classes or len(classes) > 1 and 0 in slot_counts(entry)):
-        raise ValueError(f"a rank class must have a slot, got classes of {slot_counts(entry)}")
+        _check_pair(pair, groups, n, k, widest)
+    if entry is not None and (not classes or 0 in slot_counts(entry)):
+        raise ValueError(
+            "lora must have a slot, in each rank class; for none pass None in place of an entry; "
+            f"got classes of {slot_counts(entry)} slots"
+        )
     forms = [(p.a.shape[1], p.b.shape[1], p.scaling.shape[1], str(p.a.dtype)) for p in classes]
     if len(set(forms)) > 1:
         raise ValueError(
@@ -263,7 +267,7 @@ def _check_entry(entry: Slots | None, groups: int, n: int, k: int):
         )
 
 
-def _check_pair(pair: Lora, groups: int, n: int, k: int):
+def _check_pair(pair: Lora, groups: int, n: int, k: int, widest: int):
     if pair.a.ndim != 4 or pair.a.shape[2] == 0:
         raise ValueError(
             f"lora.a must be [slots, {groups} or 1, rank of at least 1, {k}], got {pair.a.shape}"
@@ -279,6 +283,8 @@ def _check_pair(pair: Lora, groups: int, n: int, k: int):
             raise ValueError(f"lora.{name} must be {expected}, got {array.shape}")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"lora.{name} must be a floating-point array, got {array.dtype}")
+        if array.dtype.itemsize > widest:
+            raise ValueError(f"lora.{name} is {array.dtype}, and neither x nor w is")
     if pair.a.dtype != pair.b.dtype:
         raise ValueError(
             f"lora.a and lora.b must have one dtype, got {pair.a.dtype} and {pair.b.dtype}"

@@ -78,10 +78,11 @@ def moe_mlp(
       NotImplementedError: an implementation that cannot serve these shapes.
     """
     count, twice, _ = gate_up.shape
-    if experts.ndim != 2 or experts.shape != weights.shape or experts.shape[:1] != x.shape[:1]:
+    alike = experts.shape == weights.shape and experts.shape[:1] == x.shape[:1]
+    if not alike or experts.ndim != 2 or experts.shape[1] == 0:
         raise ValueError(
             f"experts {experts.shape} and weights {weights.shape} must both be "
-            f"[{x.shape[0]}, choices]"
+            f"[{x.shape[0]}, choices], with a choice at least"
         )
     check_tokens(x.shape[0], token_slots, valid)
     parts, into = (twice // 2, twice // 2), (lora_gate, lora_up)

@@ -55,8 +55,10 @@ def routing_plan(
     Raises:
       ValueError: shapes that do not belong together.
     """
-    if experts.ndim != 2:
-        raise ValueError(f"experts must be [tokens, choices], got {experts.shape}")
+    if experts.ndim != 2 or experts.shape[1] == 0:
+        raise ValueError(
+            f"experts must be [tokens, choices], with a choice at least, got {experts.shape}"
+        )
     check_tokens(experts.shape[0], token_slots, valid)
     group = local_groups(experts, num_groups, first_group, valid)
     tokens, choices = group.shape

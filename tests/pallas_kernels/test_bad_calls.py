@@ -114,6 +114,7 @@ class Layer:
         (Layer(token_slots=None), "token_slots"),
         (Layer(valid=np.ones(1, bool)), "valid"),
         (Layer(experts=np.zeros(3, np.int32)), "experts"),
+        (Layer(experts=np.zeros((3, 0), np.int32)), "experts"),
     ],
 )
 def test_layers(layer, name):
@@ -125,8 +126,9 @@ def test_layers(layer, name):
 def test_plans_and_norms():
     with pytest.raises(ValueError, match="token_slots"):
         routing_plan(np.zeros((3, 2), np.int32), np.zeros(2, np.int32), 4)
-    with pytest.raises(ValueError, match="experts"):
-        routing_plan(np.zeros(3, np.int32), np.zeros(3, np.int32), 4)
+    for experts in np.zeros(3, np.int32), np.zeros((3, 0), np.int32):
+        with pytest.raises(ValueError, match="experts"):
+            routing_plan(experts, np.zeros(3, np.int32), 4)
     with pytest.raises(ValueError, match="floating-point"):
         rms_norm(np.ones((2, 8), np.int32), array(8), 1e-6)
 
@@ -137,3 +139,15 @@ def test_adapters_come_in_a_tuple():
     grouped_lora_matmul(x, w, sizes, slots, (lora,))
     with pytest.raises(ValueError, match="tuple"):
         grouped_lora_matmul(x, w, sizes, slots, lora)
+
+
+def test_groups_slots_and_wide_adapters():
+    x, slots = array(3, 8), np.zeros(3, np.int32)
+    with pytest.raises(ValueError, match="w must be"):
+        grouped_lora_matmul(x, array(0, 8, 8), np.zeros(0, np.int32))
+    none = Lora(array(0, 1, 4, 8), array(0, 1, 4, 8), array(0, 1))
+    a, b = (array(1, 1, 4, 8, dtype=np.float64) for _ in range(2))
+    wide = [Lora(a, b, array(1, 1)), none._replace(scaling=array(0, 1, dtype=np.float64))]
+    for lora, message in (none, "a slot"), (wide[0], "lora.a is float64"), (wide[1], "scaling is"):
+        with pytest.raises(ValueError, match=message):
+            grouped_lora_matmul(x, array(1, 8, 8), np.array([3]), slots, (lora,))
