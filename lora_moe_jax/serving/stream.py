@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
 
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving.request import Delta, Request
@@ -20,6 +22,8 @@ class RequestStream:
         self.requests = tuple(requests)
         self._runner = runner
         self._deltas = runner.run(self.requests)
+        # Also at the interpreter's exit, while there is still everything that ends them.
+        weakref.finalize(self, _close, self._deltas)
 
     def __iter__(self) -> RequestStream:
         return self
@@ -60,3 +64,8 @@ class RequestStream:
 
     def __exit__(self, *error) -> None:
         self.close()
+
+
+def _close(deltas: Iterator[Delta]) -> None:
+    with contextlib.suppress(ValueError):  # another thread waits for the next one
+        deltas.close()

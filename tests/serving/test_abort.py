@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -226,3 +228,20 @@ def test_limits_out_of_range(one, key, value):
     with pytest.raises(ConfigError) as caught:
         EngineOptions.resolve(one.config, **SIZES | {key: value})
     assert caught.value.key == key
+
+
+LEFT_OPEN = """
+from lora_moe_jax import Engine
+from lora_moe_jax.pocket import BASE
+stream = Engine.from_pretrained(BASE).stream(["The import"])
+print(next(stream).index)
+"""
+
+
+def test_a_stream_that_is_left_open_says_nothing_at_exit():
+    """Its requests end while there is still everything that ends them."""
+    run = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=300
+    )
+    assert (run.returncode, run.stdout) == (0, "0\n"), run.stderr
+    assert "Exception" not in run.stderr
