@@ -256,8 +256,8 @@ def _check_entry(entry: Slots | None, groups: int, n: int, k: int, widest: int):
         _check_pair(pair, groups, n, k, widest)
     if entry is not None and (not classes or 0 in slot_counts(entry)):
         raise ValueError(
-            "lora must have a slot, in each rank class; for none pass None in place of an entry; "
-            f"got classes of {slot_counts(entry)} slots"
+            f"a rank class must have a slot, got classes of {slot_counts(entry)} slots; "
+            "for a part without adapters pass None"
         )
     forms = [(p.a.shape[1], p.b.shape[1], p.scaling.shape[1], str(p.a.dtype)) for p in classes]
     if len(set(forms)) > 1:
