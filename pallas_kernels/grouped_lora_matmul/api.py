@@ -284,7 +284,7 @@ def _check_pair(pair: Lora, groups: int, n: int, k: int, widest: int):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"lora.{name} must be a floating-point array, got {array.dtype}")
         if array.dtype.itemsize > widest:
-            raise ValueError(f"lora.{name} is {array.dtype}, and neither x nor w is")
+            raise ValueError(f"lora.{name} is {array.dtype}, and neither x nor w is: cast it")
     if pair.a.dtype != pair.b.dtype:
         raise ValueError(
             f"lora.a and lora.b must have one dtype, got {pair.a.dtype} and {pair.b.dtype}"
