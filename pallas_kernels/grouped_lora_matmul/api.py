@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.floats import check_floats
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots, classes_of, slot_counts
@@ -207,9 +208,7 @@ def check_call(x, w, group_sizes, row_slots, lora, parts):
     groups, n, k = w.shape
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x must be [rows, {k}] for w {w.shape}, got {x.shape}")
-    for name, array in (("x", x), ("w", w)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} must be a floating-point array, got {array.dtype}")
+    check_floats(dict(x=x, w=w))
     if group_sizes is None and x.shape[0] % groups:
         raise ValueError(f"{x.shape[0]} rows do not make {groups} equal groups; pass group_sizes")
     if group_sizes is not None:
@@ -281,8 +280,7 @@ def _check_pair(pair: Lora, groups: int, n: int, k: int, widest: int):
         if array.shape not in ((slots, groups, *tail), (slots, 1, *tail)):
             expected = (slots, f"{groups} or 1", *tail)
             raise ValueError(f"lora.{name} must be {expected}, got {array.shape}")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"lora.{name} must be a floating-point array, got {array.dtype}")
+        check_floats({f"lora.{name}": array})
         if array.dtype.itemsize > widest:
             raise ValueError(f"lora.{name} is {array.dtype}, and neither x nor w is: cast it")
     if pair.a.dtype != pair.b.dtype:

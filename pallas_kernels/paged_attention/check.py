@@ -6,10 +6,12 @@ import operator
 
 import jax.numpy as jnp
 
+from pallas_kernels.floats import check_floats
+
 
 def check_grouped(q, k_pages, v_pages, view, sliding_window, sinks) -> None:
     """Raises ValueError unless these are arguments of `paged_attention`."""
-    _check_floats(q=q, k_pages=k_pages, v_pages=v_pages)
+    check_floats(dict(q=q, k_pages=k_pages, v_pages=v_pages))
     if q.ndim != 3 or k_pages.ndim != 4 or v_pages.ndim != 4:
         raise ValueError(
             "q must be [tokens, heads, width], k_pages and v_pages [pages, page_size, kv_heads, "
@@ -37,7 +39,7 @@ def check_latent(q_latent, q_rope, latent_pages, rope_pages, view) -> None:
     arrays = dict(
         q_latent=q_latent, q_rope=q_rope, latent_pages=latent_pages, rope_pages=rope_pages
     )
-    _check_floats(**arrays)
+    check_floats(arrays)
     for queries, pages in (("q_latent", "latent_pages"), ("q_rope", "rope_pages")):
         q, cache = arrays[queries], arrays[pages]
         if q.ndim != 3 or cache.ndim != 3 or q.shape[2] != cache.shape[2]:
@@ -49,12 +51,6 @@ def check_latent(q_latent, q_rope, latent_pages, rope_pages, view) -> None:
         shapes = ", ".join(f"{name} {its.shape}" for name, its in arrays.items())
         raise ValueError(f"tokens and heads, and pages and their size, must be the same: {shapes}")
     _check_view(view, q_latent.shape[0])
-
-
-def _check_floats(**arrays) -> None:
-    for name, array in arrays.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} must be a floating-point array, got {array.dtype}")
 
 
 def _check_view(view, tokens: int) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.floats import check_floats
 from pallas_kernels.implementation import check_known, implementation_module, mosaic_gpu_module
 from pallas_kernels.row_reduce import differentiable
 
@@ -90,7 +90,6 @@ def _backend(implementation: str | None) -> ModuleType:
 
 def _backend_of_norms(implementation: str | None, rows) -> ModuleType:
     """Of rows [rows, features]: Hopper's kernels are for some numbers of features."""
-    if not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise ValueError(f"x must be a floating-point array, got {rows.dtype}")
+    check_floats(dict(x=rows))
     module = mosaic_gpu_module("pallas_kernels.row_reduce", implementation, rows)
     return module or _backend(implementation)
