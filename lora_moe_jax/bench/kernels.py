@@ -106,7 +106,7 @@ def _caption(report: Report) -> str:
 
 
 def _each(console: Console, name: str, jobs: list[Job]) -> Iterator[list[Any]]:
-    """The rows of one job after another."""
+    """The rows of one job after another; where no bar can show it, a line says which is next."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -117,5 +117,7 @@ def _each(console: Console, name: str, jobs: list[Job]) -> Iterator[list[Any]]:
         task = progress.add_task(name, total=len(jobs))
         for job in jobs:
             progress.update(task, description=f"{name}: {job.label}")
+            if not console.is_terminal:
+                console.print(f"{name}: {job.label}")
             yield job.run()
             progress.advance(task)
