@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention.api import (
 )
 from pallas_kernels.rotated_attention.api import rotated_attention
 from pallas_kernels.routing_plan.api import RoutingPlan, combine, routing_plan
-from pallas_kernels.row_reduce.api import add_norm, log_sum_exp, rms_norm, row_sum
+from pallas_kernels.row_reduce.api import add_norm, log_sum_exp, rms_norm, row_dot, row_sum
 from pallas_kernels.top_experts.api import top_experts
 from pallas_kernels.top_experts.xla import Scoring
 
@@ -54,6 +54,7 @@ __all__ = [
     "rotated_attention",
     "routed_mlp",
     "routing_plan",
+    "row_dot",
     "row_sum",
     "top_experts",
     "write_pages",

@@ -8,7 +8,7 @@ pool of adapters alone: what a slot holds and what the prefix cache has of it mu
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -183,6 +183,23 @@ class Bank:
         """The shapes of one of a projection's largest slots."""
         return self.classes[self.max_rank].like(name)
 
+    def fitted(self, adapter: Adapter) -> Adapter:
+        """The adapter as a slot has room for it: where the bank keeps one factor for all experts,
+        those of a file for each are one, if they are the same.
+
+        Raises:
+          AdapterError: it does not fit, see `check`.
+        """
+        shared = {
+            name: fitted
+            for name, pair in adapter.pairs.items()
+            if name in self.projections and (fitted := _with_shared(pair, self.like(name)))
+        }
+        if shared:
+            adapter = replace(adapter, pairs={**adapter.pairs, **shared})
+        self.check(adapter)
+        return adapter
+
     def check(self, adapter: Adapter) -> None:
         """Raises AdapterError unless the adapter fits into a slot."""
         for name, pair in adapter.pairs.items():
@@ -218,6 +235,19 @@ class Bank:
                     found=f"{values.shape[0]} factors",
                     hint="build the engine with shared_outer=False",
                 )
+
+
+def _with_shared(pair: LoraPair, slot: Lora | KvBLora) -> LoraPair | None:
+    """The pair with one factor where the slot has one and all of the pair's are the same."""
+    if isinstance(slot, KvBLora):
+        return None
+    groups = pair.scaling.shape[0]
+    for side, other in (("a", "b"), ("b", "a")):
+        values = getattr(pair, side)
+        lacks_room = getattr(slot, side).shape[0] == 1 < values.shape[0] == groups
+        if lacks_room and getattr(pair, other).shape[0] == groups and (values == values[:1]).all():
+            return replace(pair, **{side: values[:1]})
+    return None
 
 
 def _room(parts: Sequence[jax.Array]) -> jax.Array:

@@ -295,7 +295,7 @@ def _write_one(lora, index: jax.Array, slot: jax.Array, values):
     """The arrays of a stack with one slot of one projection replaced."""
 
     def write(array, value):
-        start = index, slot, *[0] * value.ndim
+        start = index, slot, *[jnp.int32(0)] * value.ndim
         return lax.dynamic_update_slice(array, value[None, None], start)
 
     return jax.tree.map(write, lora, values)

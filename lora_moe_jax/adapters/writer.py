@@ -55,7 +55,14 @@ def write_adapter(
         projections, or the folder cannot be written or holds something else. Nothing is left
         behind then.
     """
-    if layout not in _LAYOUTS:
+    if not isinstance(folder, str | os.PathLike):
+        raise AdapterError(
+            "an adapter is written to a folder",
+            key="folder",
+            expected="a path",
+            found=type(folder).__name__,
+        )
+    if not isinstance(layout, str) or layout not in _LAYOUTS:
         raise AdapterError(
             "this is not a layout that can be written", key="layout",
             expected=", ".join(_LAYOUTS), found=layout,
@@ -93,7 +100,7 @@ def _save(
         save_file(tensors, new / TENSOR_FILE, metadata)
         (new / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
         _replace(folder, new, old)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a NUL in the path
         raise AdapterError("the adapter cannot be written", file=folder, found=error) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)

@@ -56,13 +56,7 @@ def mesh_axes(mesh: Mesh | None) -> MeshAxes:
     # An axis of one device splits nothing, whatever its name.
     unknown = [n for n, size in mesh.shape.items() if n not in SUPPORTED_AXES and size > 1]
     if unknown:
-        raise ConfigError(
-            "unknown mesh axis",
-            key=f"mesh axis {unknown[0]!r}",
-            expected=f"axes named {SUPPORTED_AXES}, or of one device",
-            found=str(dict(mesh.shape)),
-            hint='make the mesh with jax.make_mesh((2, 2), ("expert", "tensor"))',
-        )
+        raise _unknown_axis(unknown[0], mesh.shape)
     return MeshAxes(**{name: name for name in mesh.axis_names if name in SUPPORTED_AXES})
 
 
@@ -94,6 +88,8 @@ def _of_first_devices(sizes: Mapping[str, int]) -> Mesh:
         raise _no_mesh(sizes)
     if not sizes or not all(type(size) is int and size > 0 for size in sizes.values()):
         raise _no_mesh(sizes)
+    if unknown := sorted(set(sizes) - set(SUPPORTED_AXES)):
+        raise _unknown_axis(unknown[0], sizes)
     count, devices = math.prod(sizes.values()), jax.devices()
     if count > len(devices):
         raise ConfigError(
@@ -104,6 +100,16 @@ def _of_first_devices(sizes: Mapping[str, int]) -> Mesh:
             hint="use a smaller mesh; JAX_NUM_CPU_DEVICES makes several devices of a CPU",
         )
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices[:count])
+
+
+def _unknown_axis(name: str, sizes: Mapping[str, int]) -> ConfigError:
+    return ConfigError(
+        "unknown mesh axis",
+        key=f"mesh axis {name!r}",
+        expected=f"axes named {SUPPORTED_AXES}",
+        found=str(dict(sizes)),
+        hint='name them, as in mesh={"expert": 2, "tensor": 2}',
+    )
 
 
 def _no_mesh(found: object) -> ConfigError:

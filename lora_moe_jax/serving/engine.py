@@ -394,8 +394,7 @@ class Engine:
                 expected="a path or an Adapter",
                 found=type(source).__name__,
             )
-        self.bank.check(adapter)
-        return adapter
+        return self.bank.fitted(adapter)
 
     @uninterrupted()
     def unload_adapter(self, name: str, when_busy: Literal["refuse", "finish"] = "refuse") -> None:

@@ -63,7 +63,9 @@ def _largest(values):
 
 
 def _gumbel(seed, step, count: int):
-    key = jax.random.fold_in(jax.random.key(seed.astype(jnp.uint32)), step)
+    # By name: of other generators, which a program may have set for its own, rows depend on others.
+    key = jax.random.key(seed.astype(jnp.uint32), impl="threefry2x32")
+    key = jax.random.fold_in(key, step)
     return jax.random.gumbel(key, (count,))
 
 

@@ -6,13 +6,19 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+import optax
 
 from lora_moe_jax.errors import ConfigError, RequestError
 from lora_moe_jax.serving.engine import Engine
 
+LARGEST = float(np.finfo(np.float32).max)
+
 
 def check_engine(engine: Engine) -> None:
-    """Raises ConfigError for an engine whose adapters cannot be trained."""
+    """Raises ConfigError for an engine whose adapters cannot be trained, or what is no engine."""
+    if not isinstance(engine, Engine):
+        hint = "Engine.from_pretrained makes one"
+        raise _cannot_train("engine", "an Engine", type(engine).__name__, hint)
     if engine.options.max_adapters == 0:
         hint = "build the engine with a larger max_adapters"
         raise _cannot_train("max_adapters", "at least 1, for adapter slots", 0, hint)
@@ -25,6 +31,20 @@ def _cannot_train(key: str, expected: str, found: object, hint: str) -> ConfigEr
     return ConfigError(
         "this engine cannot train", key=key, expected=expected, found=found, hint=hint
     )
+
+
+def optimizer_of(optimizer: object) -> optax.GradientTransformation:
+    """How gradients are scaled, by default as Adam does; raises ConfigError."""
+    if optimizer is None:
+        return optax.scale_by_adam()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ConfigError(
+            "a trainer option is out of range",
+            key="optimizer",
+            expected="an optax.GradientTransformation, such as optax.scale_by_adam()",
+            found=repr(optimizer)[:200],
+        )
+    return optimizer
 
 
 def buckets_of(sizes: object) -> list[int]:
@@ -63,18 +83,15 @@ def check_step_settings(learning_rate: object, weight_decay: object, clip_norm: 
 
 
 def checked_number(key: str, value: object, least: float | None = None) -> float:
-    """A finite number, at least so large; raises RequestError."""
-    number = isinstance(value, int | float | np.floating | np.integer | jax.Array)
-    if (
-        not number
-        or np.ndim(value)
-        or not np.isfinite(value)
-        or (least is not None and value < least)
-    ):
+    """A number that is finite in float32, at least so large; raises RequestError."""
+    is_number = isinstance(value, int | float | np.floating | np.integer | jax.Array)
+    finite = is_number and not np.ndim(value) and abs(value) <= LARGEST
+    if not finite or (least is not None and value < least):
+        expected = "a number that is finite in float32"
         raise RequestError(
             "a setting of the step is out of range",
             key=key,
-            expected="a finite number" + ("" if least is None else f" of at least {least}"),
+            expected=expected + ("" if least is None else f", of at least {least}"),
             found=repr(value)[:200],
         )
     return float(value)

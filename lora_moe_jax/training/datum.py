@@ -99,12 +99,13 @@ def _tokens(key: str, tokens: object, vocab: int, longest: int) -> np.ndarray:
             found=repr(tokens)[:200],
         )  # fmt: skip
     if not 2 <= len(array) <= longest:
+        short = len(array) < 2
         raise RequestError(
-            "a sequence is too short or too long",
+            f"a sequence is too {'short' if short else 'long'}",
             key=key,
             expected=f"2 to {longest} tokens",
             found=len(array),
-            hint="longer ones need a trainer with larger token_buckets",
+            hint=None if short else "longer ones need a trainer with larger token_buckets",
         )
     outside = np.flatnonzero((array < 0) | (array >= vocab))
     if len(outside):
@@ -120,12 +121,13 @@ def _tokens(key: str, tokens: object, vocab: int, longest: int) -> np.ndarray:
 
 def _numbers(key: str, values: object, count: int) -> np.ndarray:
     array = _array(values)
-    if array is None or array.dtype.kind not in "iuf" or array.shape not in ((), (count,)):
+    is_real = array is not None and np.can_cast(array.dtype, np.complex128, "same_kind")
+    if not is_real or array.dtype.kind == "c" or array.shape not in ((), (count,)):
         raise RequestError(
             "these are not numbers for each predicted token",
             key=key,
             expected=f"one number, or {count}: entry i belongs to tokens[i + 1]",
-            found=f"shape {list(array.shape)}" if array is not None else repr(values)[:200],
+            found=repr(values)[:200] if array is None else f"{array.dtype}{list(array.shape)}",
         )
     array = np.broadcast_to(array.astype(np.float32), count)
     if not np.isfinite(array).all():

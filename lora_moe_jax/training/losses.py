@@ -17,6 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_moe_jax.errors import RequestError
+from lora_moe_jax.training.arguments import checked_number
+
+# Ratios of policies up to e²⁰ have a gradient, as in other trainers; above they are that constant.
+LARGEST_LOG_RATIO = 20.0
 
 
 class LossBatch(NamedTuple):
@@ -100,9 +104,10 @@ def dpo(logprobs: jax.Array, batch: LossBatch) -> jax.Array:
 
 
 def _ratio(logprobs: jax.Array, batch: LossBatch) -> jax.Array:
-    # What counts nothing must not be infinite: 0 · inf is NaN.
+    # Nothing must be infinite, neither what counts nothing nor what is clipped: 0 · inf is NaN.
     counts = batch.weights != 0
-    return jnp.exp(jnp.where(counts, logprobs - batch.inputs["old_logprobs"], 0))
+    logarithm = jnp.where(counts, logprobs - batch.inputs["old_logprobs"], 0)
+    return jnp.exp(jnp.minimum(logarithm, LARGEST_LOG_RATIO))
 
 
 _POLICY = ("old_logprobs", "advantages")
@@ -124,8 +129,21 @@ def grpo_advantages(rewards: Sequence[float], epsilon: float = 1e-6) -> np.ndarr
 
     Returns:
       float32 [..., group]; zeros for equal rewards.
+
+    Raises:
+      RequestError: these are no groups of numbers.
     """
-    rewards = np.asarray(rewards, np.float64)
+    try:
+        rewards = np.asarray(rewards, np.float64)
+    except (TypeError, ValueError):
+        rewards = None
+    if rewards is None or rewards.ndim == 0 or rewards.size == 0:
+        raise RequestError(
+            "these are no groups of rewards",
+            key="rewards",
+            expected="numbers [..., group]",
+            found="no numbers" if rewards is None else f"shape {list(rewards.shape)}",
+        )
     # From the first: equal rewards have no advantage, where their mean may be off by a last bit.
     rewards = rewards - rewards[..., :1]
     centred = rewards - rewards.mean(axis=-1, keepdims=True)
@@ -150,13 +168,12 @@ def loss_of(loss: str | Loss | LossFunction, options: dict[str, float]) -> tuple
             found=repr(loss)[:200],
         )
     for name, value in options.items():
-        known = name in loss.options and isinstance(value, int | float)
-        if not known or not np.isfinite(value):
+        if name not in loss.options:
             raise RequestError(
-                "the loss has no such option, or it is no finite number",
+                "the loss has no such option",
                 key=name,
                 expected=f"among {list(loss.options)}",
                 found=repr(value)[:200],
             )
     merged = loss.options | options
-    return loss, {name: np.float32(value) for name, value in merged.items()}
+    return loss, {name: np.float32(checked_number(name, its)) for name, its in merged.items()}

@@ -26,6 +26,7 @@ from lora_moe_jax.training.arguments import (
     check_step_settings,
     checked_number,
     names_of,
+    optimizer_of,
 )
 from lora_moe_jax.training.batch_run import BatchRun, InTraining
 from lora_moe_jax.training.config import LoraConfig, pair_shapes
@@ -116,7 +117,7 @@ class Trainer:
             for count in copy_counts(slots)
         ]
         self._pass = ModelPass(engine.arrays, sizes, progress)
-        self._optimizer = Optimizer(optimizer or optax.scale_by_adam(), engine.options.dtype)
+        self._optimizer = Optimizer(optimizer_of(optimizer), engine.options.dtype)
         self._adapters: dict[str, Training] = {}
         self._projections: dict[str, Projection] | None = None
         self._writer = StateWriter()
@@ -273,7 +274,9 @@ class Trainer:
         """A trainer as the newest whole state of a folder has it, and the `extra` of that.
 
         Its adapters go on bit for bit on the same base weights in the same dtype, whatever the
-        engine's slots and the token buckets are. The engine counts their versions anew.
+        engine's slots are, and the smaller token buckets: by the largest one an adapter's sequences
+        are cut where they do not fit together, and gradients of the pieces add up. The engine
+        counts their versions anew.
 
         Args:
           folder: what `save` was given.

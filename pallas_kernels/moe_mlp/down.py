@@ -22,6 +22,7 @@ from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.lora import Lora, has_slot, in_form, terms_of_part
 from pallas_kernels.kept import kept, map_once
 from pallas_kernels.routing_plan.api import combine, rows_of_choices
+from pallas_kernels.row_reduce.api import row_dot
 
 RANK_UNIT = 8  # kernels multiply whole units of rank
 
@@ -107,7 +108,7 @@ def _backward(backend, saved, dy):
     unweighted = backend.product(drows, down, route.tables, du, a, zeros, firsts, contract=1)
     wide = jnp.promote_types(jnp.float32, hidden.dtype)
     unweighted, of_row = unweighted.astype(wide), of_row.astype(wide)
-    dots = jnp.sum(unweighted * hidden.astype(wide), axis=1)
+    dots = row_dot(unweighted, hidden)[:, 0]
     dweights = dots[route.position].astype(weights.dtype)
     dhidden = (unweighted * of_row[:, None]).astype(hidden.dtype)
     dentry = None

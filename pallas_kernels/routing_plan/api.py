@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.row_reduce.api import row_dot
+
 FEW_ROWS = 2048  # up to here, off the CPU, rows are counted instead of sorted
 
 
@@ -159,11 +161,8 @@ def _combine_backward(saved, dy):
     rows, position, weights = saved
     token, of_row = rows_of_choices(position, weights)
     drows = dy[token] * of_row[:, None].astype(dy.dtype)
-    dweights = [
-        jnp.sum(dy * rows[position[:, choice]].astype(dy.dtype), axis=1)
-        for choice in range(position.shape[1])
-    ]
-    return drows.astype(rows.dtype), None, jnp.stack(dweights, axis=1).astype(weights.dtype)
+    dweights = [row_dot(dy, rows[position[:, choice]]) for choice in range(position.shape[1])]
+    return drows.astype(rows.dtype), None, jnp.concatenate(dweights, axis=1).astype(weights.dtype)
 
 
 _combine.defvjp(_combine_forward, _combine_backward)

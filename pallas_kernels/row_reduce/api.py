@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.floats import check_floats
@@ -33,6 +34,21 @@ def row_sum(
     """
     rows = x.reshape(-1, x.shape[-1])
     return differentiable.row_sum(_backend(implementation), rows).reshape(*x.shape[:-1], 1)
+
+
+def row_dot(
+    x: Float[Array, "*rows features"],
+    y: Float[Array, "*rows features"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*rows one"]:
+    """`row_sum` of x · y, in float32 or what is wider.
+
+    Args and errors: see `row_sum`.
+    """
+    wide = jnp.promote_types(jnp.float32, x.dtype)
+    rows = (its.reshape(-1, x.shape[-1]).astype(wide) for its in (x, y))
+    return differentiable.row_dot(_backend(implementation), *rows).reshape(*x.shape[:-1], 1)
 
 
 def rms_norm(

@@ -1,7 +1,7 @@
 """The row reductions of any backend with their gradients.
 
-A backend is a module (`xla`, `triton`, `mosaic_gpu`) with `row_sum`, `rms_norm`, `add_norm`,
-`log_sum_exp`, and
+A backend is a module (`xla`, `triton`, `mosaic_gpu`) with `row_sum`, `row_dot`, `rms_norm`,
+`add_norm`, `log_sum_exp`, and
 
     norm_gradient(x, weight, dy, eps, more=None)
         The gradient of x [rows, features] from that of it normed, in x's dtype; plus more.
@@ -36,6 +36,24 @@ def _row_sum_backward(backend, x, dy):
 
 
 row_sum.defvjp(_row_sum_forward, _row_sum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def row_dot(backend: ModuleType, x, y):
+    """[rows, 1] of x · y, [rows, features] each of one type."""
+    return backend.row_dot(x, y)
+
+
+def _row_dot_forward(backend, x, y):
+    return backend.row_dot(x, y), (x, y)
+
+
+def _row_dot_backward(backend, saved, d):
+    x, y = saved
+    return d * y, d * x
+
+
+row_dot.defvjp(_row_dot_forward, _row_dot_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -17,9 +17,17 @@ from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.rows import THREADS, layout_of_row
 from pallas_kernels.layered import as_stack, layer_operands, number_of
-from pallas_kernels.row_reduce.triton import log_sum_exp, norm_gradient, row_sum
+from pallas_kernels.row_reduce.triton import log_sum_exp, norm_gradient, row_dot, row_sum
 
-__all__ = ["add_norm", "check", "log_sum_exp", "norm_gradient", "rms_norm", "row_sum"]
+__all__ = [
+    "add_norm",
+    "check",
+    "log_sum_exp",
+    "norm_gradient",
+    "rms_norm",
+    "row_dot",
+    "row_sum",
+]
 
 # Of a row: its values and the weight's are in registers, of which a thread has 255.
 WIDEST = {"bfloat16": 16384, "float32": 8192}

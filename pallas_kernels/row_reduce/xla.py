@@ -15,6 +15,10 @@ def row_sum(x):
     return lora_matmul(x, jnp.ones((1, x.shape[1]), x.dtype))
 
 
+def row_dot(x, y):
+    return row_sum(x * y)
+
+
 def rms_norm(x, weight, eps):
     wide = x.astype(jnp.float32)
     mean_square = row_sum(wide * wide) / x.shape[1]
