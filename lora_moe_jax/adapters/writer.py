@@ -55,12 +55,12 @@ def write_adapter(
         projections, or the folder cannot be written or holds something else. Nothing is left
         behind then.
     """
-    if not isinstance(folder, str | os.PathLike):
+    if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
         raise AdapterError(
             "an adapter is written to a folder",
             key="folder",
             expected="a path",
-            found=type(folder).__name__,
+            found=repr(folder)[:200],
         )
     if not isinstance(layout, str) or layout not in _LAYOUTS:
         raise AdapterError(
@@ -100,7 +100,7 @@ def _save(
         save_file(tensors, new / TENSOR_FILE, metadata)
         (new / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
         _replace(folder, new, old)
-    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a NUL in the path
+    except (OSError, SafetensorError) as error:
         raise AdapterError("the adapter cannot be written", file=folder, found=error) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)

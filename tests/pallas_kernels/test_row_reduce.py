@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import add_norm, implementation, log_sum_exp, rms_norm, row_sum
+from pallas_kernels import add_norm, implementation, log_sum_exp, rms_norm, row_dot, row_sum
 from pallas_kernels.row_reduce import api, triton, xla
 from tests.pallas_kernels.cases import in_layers
 
@@ -73,6 +73,21 @@ def test_bits_of_a_sum_alone_are_its_own(implementation):
     """Many rows take a loop, where XLA may sum in another order: JAX 0.12 does so of one column."""
     x, run = normal(192, 64), jax.jit(functools.partial(row_sum, implementation=implementation))
     np.testing.assert_array_equal(run(x)[:64], run(x[:64]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dot_products_of_rows(dtype):
+    """Bits too, with the fewest rows that XLA adds up in another order."""
+    x, y = normal(192, 4, 32, dtype=dtype), normal(192, 4, 32, seed=1, dtype=dtype)
+    run = jax.jit(row_dot)
+    found = run(x, y)
+    assert found.shape == (192, 4, 1) and found.dtype == jnp.float32
+    expected = (x.astype(np.float64) * y.astype(np.float64)).sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for rows in (slice(0, 1), slice(17, 33)):
+        np.testing.assert_array_equal(run(x[rows], y[rows]), found[rows])
+    for its, other in zip(pulled(row_dot, np.ones_like(found), x, y), (y, x), strict=True):
+        np.testing.assert_array_equal(its, other)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -259,4 +274,5 @@ def test_norms_on_hopper_have_kernels_of_their_own(monkeypatch):
     assert api._backend_of_norms(None, rows) is mosaic_gpu
     assert api._backend_of_norms("triton", rows) is api._backend(None) is triton
     assert api._backend_of_norms("xla", rows) is xla
-    assert mosaic_gpu.row_sum is triton.row_sum and mosaic_gpu.log_sum_exp is triton.log_sum_exp
+    for name in ("row_sum", "row_dot", "log_sum_exp"):
+        assert getattr(mosaic_gpu, name) is getattr(triton, name)

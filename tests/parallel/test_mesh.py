@@ -123,6 +123,8 @@ def test_a_mesh_by_its_sizes():
     sizes = {"expert": 2, "tensor": 1}
     assert mesh_of(sizes) == mesh_of(make_mesh(sizes))
     assert mesh_of(None) is None
+    with pytest.raises(ConfigError, match="unknown mesh axis.*\n.*'tenosr'"):
+        mesh_of({"tenosr": 1})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -101,6 +103,22 @@ def test_extreme_temperatures():
 
 def test_ties_go_to_the_lower_token_when_greedy():
     assert (draw([0.0, 2.0, 1.0, 2.0], temperature=0.0) == 1).all()
+
+
+def test_a_row_draws_for_itself_whatever_generator_a_program_has():
+    """JAX's other ones draw for all rows at once."""
+    logits, seeds = np.zeros((3, 151), np.float32), np.arange(3, dtype=np.uint32)
+    ones, zeros = np.ones(3, np.float32), np.zeros(3, np.int32)
+
+    def drawn(rows):
+        its = SamplingRows(ones, zeros, ones, 0 * ones, seeds, zeros)
+        its = SamplingRows(*(values[rows] for values in its))
+        return np.asarray(jax.jit(functools.partial(sample, filters=False))(logits[rows], its))
+
+    with jax.default_prng_impl("rbg"):
+        together = drawn(slice(None))
+        assert [drawn(slice(i, i + 1))[0] for i in range(3)] == list(together)
+    assert np.array_equal(drawn(slice(None)), together)
 
 
 def test_a_seed_repeats_alone_and_in_a_batch(engine):

@@ -110,6 +110,20 @@ def test_what_has_no_weight_may_have_any_old_logprob(name):
         assert np.array_equal(its, other) and not its[:2].any()
 
 
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "grpo", "cispo"])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_a_ratio_that_overflows_spoils_nothing(name, advantage):
+    """What is clipped, or counts nothing, has no gradient; nor has what is past all bounds."""
+    rows, logprobs = rows_and_logprobs()
+    for row in rows:
+        row.inputs["old_logprobs"][:1] = -200
+        row.inputs["advantages"][:1] = advantage
+    value, gradients = value_and_gradient(*loss_of(name, {}), rows, logprobs).read()
+    assert np.isfinite(value)
+    for its in gradients:
+        assert np.isfinite(its).all() and (name == "cispo" or not its[0])
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -133,9 +147,13 @@ def test_wrong_losses_are_refused():
         ("ppo", {"clip": 0.1}),
         ("ppo", {"clip_low": float("nan")}),
         ("dpo", {"beta": "much"}),
+        ("ppo", {"clip_high": 10**400}),
+        ("ppo", {"clip_high": 1e300}),
+        (Loss(lambda logprobs, batch: logprobs, options={"k": "x"}), {}),
     ):
         with pytest.raises(RequestError):
             loss_of(loss, options)
+    assert loss_of("ppo", {"clip_low": np.float32(0.1)})[1]["clip_low"] == np.float32(0.1)
     with pytest.raises(RequestError, match="pairs"):
         value_and_gradient(*loss_of("dpo", {}), *rows_and_logprobs(count=3))
 
@@ -143,6 +161,12 @@ def test_wrong_losses_are_refused():
 def test_group_advantages():
     found = grpo_advantages([[1, 0, 0, 1], [2, 2, 2, 2]])
     np.testing.assert_allclose(found, [[1, -1, -1, 1], [0, 0, 0, 0]], atol=1e-5)
+
+
+@pytest.mark.parametrize("rewards", [3.0, ["a"], [[1, 2], [3]], []])
+def test_what_is_no_group_of_rewards(rewards):
+    with pytest.raises(RequestError, match="groups of rewards"):
+        grpo_advantages(rewards)
 
 
 @pytest.mark.parametrize("size", range(2, 17))

@@ -164,5 +164,9 @@ def test_shared_factors_in_a_bank_that_shares_them(pair, tmp_path):
     trainer.save_adapter("a", tmp_path / "a", "shared_outer")
     adapters = (read_adapter(its, table("qwen3_moe")) for its in (tmp_path / "a", folder))
     assert same_pairs(*adapters)
+    # Layouts that have a factor for each expert hold the same one for all.
+    trainer.save_adapter("a", tmp_path / "b", "peft")
+    engine.load_adapter("again", tmp_path / "b")
+    assert same(*([bits] for bits in served(engine, "again", "a")))
     with pytest.raises(AdapterError, match="shared_outer=False"):
         trainer.add_adapter("b", folder.parent / "experts")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -253,7 +255,7 @@ def test_more_adapters_in_a_batch_than_slots(pair):
     trainer.forward_backward(data([("e", 20)]))
 
 
-def test_bad_adapters_and_steps(pair):
+def test_bad_adapters_and_steps(pair, tmp_path):
     engine, trainer = pair()
     trainer.add_adapter("a", LoraConfig(rank=1))
     loaded = engine.adapters()
@@ -287,6 +289,8 @@ def test_bad_adapters_and_steps(pair):
     for settings in (
         {"learning_rate": float("nan")},
         {"learning_rate": "fast"},
+        {"learning_rate": 1e300},
+        {"learning_rate": 10**400},
         {"learning_rate": 0.1, "weight_decay": -1},
         {"learning_rate": 0.1, "clip_norm": float("inf")},
     ):
@@ -298,6 +302,27 @@ def test_bad_adapters_and_steps(pair):
     for buckets in ([], [0], "many", [1.5]):
         with pytest.raises(ConfigError):
             Trainer(engine, token_buckets=buckets)
+    for optimizer in ("adam", optax.scale_by_adam):
+        with pytest.raises(ConfigError, match="GradientTransformation"):
+            Trainer(engine, optimizer=optimizer)
+    with pytest.raises(ConfigError, match="an Engine"):
+        Trainer("engine")
+    for folder, layout in ((None, "peft"), ("a\0b", "peft"), (tmp_path / "a", ["peft"])):
+        with pytest.raises(AdapterError):
+            trainer.save_adapter("a", folder, layout)
+    assert not any(tmp_path.iterdir())
+
+
+def test_weights_of_any_kind_of_number(pair):
+    _, trainer = pair()
+    trainer.add_adapter("a", LoraConfig(rank=1))
+    found = []
+    for kind in (np.bool_, np.int8, np.float64, jnp.bfloat16):
+        weights = (np.arange(19) % 3 > 0).astype(kind)
+        (datum,) = data([("a", 20)])
+        batch = [dataclasses.replace(datum, weights=weights)]
+        found.append(trainer.forward_backward(batch).losses["a"])
+    assert found[0] != 0 and len(set(found)) == 1
 
 
 def test_a_step_that_finds_no_bank_is_whole(pair):
