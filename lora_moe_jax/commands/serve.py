@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> None:
         from lora_moe_jax.server.names import ModelNames
         from lora_moe_jax.server.run import (
             check_adapter_root,
+            check_api_key,
             check_tokenizer,
             open_socket,
             run_server,
@@ -89,6 +90,7 @@ def run(options: argparse.Namespace) -> None:
     for name in adapters:
         names.check(name)
     check_adapter_root(options.adapter_root)
+    check_api_key(options.api_key)
     check_limit(options.max_waiting)
     slots = _slots(options, len(adapters))
     if folder.is_dir():  # else the engine says what is wrong with it

@@ -52,6 +52,8 @@ _NEUTRAL = {
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
@@ -269,7 +271,8 @@ def _message(message, name: str) -> dict[str, str]:
     read["content"] = content
     if sender := fields.take("name", _STRING, None):
         read["name"] = sender
-    fields.refuse_others()
+    # As in OpenAI's own replies, which come back with what follows.
+    fields.refuse_others((), {"tool_calls": ([],), "annotations": ([],)})
     return read
 
 

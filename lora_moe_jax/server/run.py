@@ -19,7 +19,9 @@ SHUTDOWN_SECONDS = 10  # how long open responses may go on after the first Ctrl-
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a port that is taken is known before a model is loaded.
+    """A socket that listens, so that a port that is taken is known before a model is loaded.
+
+    Until it is served clients wait: two sockets that do not listen yet could be bound to one port.
 
     Raises:
       ConfigError: the address cannot be listened on.
@@ -28,6 +30,7 @@ def open_socket(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()
     except (OSError, OverflowError, UnicodeError) as error:
         listener.close()
         raise ConfigError(
@@ -44,6 +47,16 @@ def check_adapter_root(root: Path | None) -> None:
     if root is not None and not root.is_dir():
         raise ConfigError(
             "the adapter root is not a folder", file=root, key="--adapter-root", expected="a folder"
+        )
+
+
+def check_api_key(key: str | None) -> None:
+    """Raises ConfigError for a key that is empty, as of a variable that is not set."""
+    if key is not None and not key.strip():
+        raise ConfigError(
+            "the API key is empty",
+            key="--api-key",
+            expected="what clients must send; without the option anybody is served",
         )
 
 

@@ -121,7 +121,11 @@ class TextCodec:
         environment.filters["tojson"] = _to_json
         try:
             text = environment.from_string(self._template).render(
-                messages=list(messages), add_generation_prompt=True, **self._tokens
+                messages=list(messages),
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **self._tokens,
             )
         except _TEMPLATE_ERRORS as error:
             raise RequestError(

@@ -99,7 +99,7 @@ BAD_CHATS = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"functions": []}, "functions"),
+    ({"functions": [{"name": "f"}]}, "functions"),
 ]
 
 
@@ -190,7 +190,10 @@ def test_what_changes_nothing_is_accepted(http):
     assert got.status_code == 200, got.text
     assert got.json()["choices"] == plain["choices"]
     neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
-    assert http.post("/v1/chat/completions", json=CHAT | neutral).status_code == 200
+    neutral |= {"functions": [], "parallel_tool_calls": True}
+    message = CHAT["messages"][0] | {"tool_calls": [], "annotations": []}
+    asked = CHAT | neutral | {"messages": [message, *CHAT["messages"][1:]]}
+    assert http.post("/v1/chat/completions", json=asked).status_code == 200
 
 
 BODIES = {

@@ -20,6 +20,7 @@ from lora_moe_jax import Engine
 from lora_moe_jax.cli import main
 from lora_moe_jax.parallel.mesh import mesh_of
 from lora_moe_jax.pocket import ADAPTERS
+from lora_moe_jax.server.run import open_socket
 from tests.server.conftest import PROMPT, metrics, wait_for
 
 LONG = {"model": "shout", "prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
@@ -230,6 +231,9 @@ def test_what_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys, t
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "cannot listen" in refusal("--port", str(taken.getsockname()[1]))
+    with open_socket("127.0.0.1", 0) as taken:  # by a server that is loading its model
+        assert "cannot listen" in refusal("--port", str(taken.getsockname()[1]))
+    assert "API key is empty" in refusal("--api-key", "")
     assert "cannot listen" in refusal("--port", "70000")
     assert "cannot listen" in refusal("--host", "no.such.host.invalid")
     assert "not a folder" in refusal("--adapter-root", str(tmp_path / "missing"))

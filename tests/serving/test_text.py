@@ -244,6 +244,8 @@ def test_templates_have_what_transformers_gives_them():
     codec = byte_codec("{{ messages[0].content | tojson(ensure_ascii=True, indent=1) }}")
     ids = codec.chat([{"role": "user", "content": value}])
     assert codec.decode(ids) == json.dumps(value, indent=1)
+    codec = byte_codec("{{ tools is none and documents is none }}")
+    assert codec.decode(codec.chat([])) == "True"
 
 
 def test_a_list_of_templates_is_not_used(tmp_path):
