@@ -11,6 +11,7 @@ from lora_moe_jax.commands.options import (
     add_adapter_option,
     add_dtype_option,
     add_mesh_option,
+    check_tokenizer,
     dtype_of,
     model_folder,
 )
@@ -63,8 +64,11 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
                 found=name,
                 hint=f"add --adapter {name}=FOLDER",
             )
+    folder = model_folder(options.model)
+    if folder.is_dir():  # else the engine says what is wrong with it
+        check_tokenizer(folder)
     engine = Engine.from_pretrained(
-        model_folder(options.model),
+        folder,
         dtype=dtype_of(options),
         max_adapters=len(adapters),
         max_rank=options.max_rank,

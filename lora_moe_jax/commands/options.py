@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lora_moe_jax.errors import RequestError
+from lora_moe_jax.errors import ConfigError, RequestError
 from lora_moe_jax.parallel.mesh import SUPPORTED_AXES
 from lora_moe_jax.pocket import ADAPTERS, BASE
 
@@ -18,6 +18,20 @@ ADAPTER_HELP = "an adapter to load; may be repeated. For 'pocket', a bare name o
 def model_folder(model: str) -> Path:
     """What `--model` names."""
     return BASE if model == "pocket" else Path(model)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises ConfigError for a model that has no tokenizer, before it is loaded."""
+    from lora_moe_jax.serving.text import TOKENIZER_FILE
+
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise ConfigError(
+            "the command needs the model's tokenizer",
+            file=folder,
+            key=TOKENIZER_FILE,
+            expected="a model folder with a tokenizer",
+            found="none",
+        )
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from lora_moe_jax.commands.options import (
     add_adapter_option,
     add_dtype_option,
     add_mesh_option,
+    check_tokenizer,
     dtype_of,
     model_folder,
     ranks,
@@ -67,7 +68,6 @@ def run(options: argparse.Namespace) -> None:
         from lora_moe_jax.server.run import (
             check_adapter_root,
             check_api_key,
-            check_tokenizer,
             open_socket,
             run_server,
         )

@@ -24,7 +24,14 @@ from lora_moe_jax.server.adapter_root import folder_inside
 from lora_moe_jax.server.errors import ApiError, describe, failed, refused, too_long
 from lora_moe_jax.server.metrics import CONTENT_TYPE, exposition
 from lora_moe_jax.server.names import ModelNames
-from lora_moe_jax.server.protocol import Asked, read_body, read_chat, read_completion, read_names
+from lora_moe_jax.server.protocol import (
+    Asked,
+    read_body,
+    read_chat,
+    read_completion,
+    read_load,
+    read_unload,
+)
 from lora_moe_jax.server.replies import ChatReply, CompletionReply, Usage, event
 from lora_moe_jax.serving.async_engine import AsyncEngine, DeltaStream
 from lora_moe_jax.serving.sampling_params import SamplingParams
@@ -97,7 +104,10 @@ class _Service:
 
     async def load(self, request: Request) -> Response:
         root = self._root()
-        name, path = read_names(await read_body(request), "lora_name", "lora_path")
+        name, path, in_place = read_load(await read_body(request))
+        if not in_place and await self._is_loaded(name):
+            message = f"the adapter {name[:200]!r} is loaded already"
+            raise ApiError(400, message, param="lora_name")
         try:
             self._names.check(name)
             folder = await asyncio.to_thread(folder_inside, root, path)
@@ -109,8 +119,8 @@ class _Service:
 
     async def unload(self, request: Request) -> Response:
         self._root()
-        (name,) = read_names(await read_body(request), "lora_name")
-        if name not in {info.name for info in await self._engine.adapters()}:
+        name = read_unload(await read_body(request))
+        if not await self._is_loaded(name):
             message = f"the adapter {name[:200]!r} is not loaded"
             raise ApiError(404, message, param="lora_name", code="model_not_found")
         try:
@@ -126,6 +136,9 @@ class _Service:
             message = "this server loads no adapters; it was started without --adapter-root"
             raise ApiError(403, message, code="forbidden")
         return self._adapter_root
+
+    async def _is_loaded(self, name: str) -> bool:
+        return name in {info.name for info in await self._engine.adapters()}
 
     async def _adapter(self, model: str) -> str | None:
         return self._names.adapter(model, await self._engine.adapters())

@@ -51,8 +51,10 @@ def refused(error: LoraMoeError, field: str | None = None) -> ApiError:
     Args:
       field: of the request, that is to blame. Default: what the error calls it.
     """
-    # A key in a file is what it is; an argument of the engine's is a field to the client.
-    message = describe(error, None if error.file else field)
+    key = error.key
+    if not error.file:  # of a file's a key is what it is
+        key = field or _field_of(error.key)
+    message = describe(error, key)
     if isinstance(error, QueueFullError):
         return ApiError(
             429,
@@ -65,13 +67,14 @@ def refused(error: LoraMoeError, field: str | None = None) -> ApiError:
         return ApiError(503, message, kind="server_error", code="shutting_down")
     if isinstance(error, EngineAsleepError):
         return ApiError(503, message, kind="server_error", code="asleep")
-    if field is not None:
-        return ApiError(400, message, param=field)
-    # The engine's arguments are lists with an entry for each request; a client sent fields.
-    key = re.sub(r"^params\[\d+\]\.", "", error.key or "")
+    return ApiError(400, message, param=field or key)
+
+
+def _field_of(key: str | None) -> str | None:
+    """The engine's arguments are lists with an entry for each request; a client sent fields."""
+    key = re.sub(r"^params\[\d+\]\.", "", key or "")
     key = re.sub(r"^prompts\[\d+\]", "prompt", key)
-    key = re.sub(r"^adapters\[\d+\]", "model", key)
-    return ApiError(400, message, param=key or None)
+    return re.sub(r"^adapters\[\d+\]", "model", key) or None
 
 
 def too_long(prompt: int, asked: int, longest: int, field: str) -> ApiError:

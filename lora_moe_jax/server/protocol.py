@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -201,12 +201,29 @@ def _include_usage(fields: _Fields, stream: bool) -> bool:
     return include
 
 
-def read_names(body: dict, *names: str) -> Iterator[str]:
-    """The values of exactly these fields, all strings; raises ApiError."""
+class Load(NamedTuple):
+    """An adapter to load; `in_place` where one of this name may be replaced."""
+
+    name: str
+    path: str
+    in_place: bool
+
+
+def read_load(body: dict) -> Load:
+    """Reads the body of /v1/load_lora_adapter; raises ApiError."""
     fields = _Fields(body)
-    for name in names:
-        yield fields.take(name, _STRING)
+    name, path = fields.take("lora_name", _STRING), fields.take("lora_path", _STRING)
+    load = Load(name, path, fields.take("load_inplace", _BOOL, True))
     fields.refuse_others()
+    return load
+
+
+def read_unload(body: dict) -> str:
+    """The adapter's name in the body of /v1/unload_lora_adapter; raises ApiError."""
+    fields = _Fields(body)
+    name = fields.take("lora_name", _STRING)
+    fields.refuse_others(("lora_int_id",))  # vLLM's number for it, besides
+    return name
 
 
 class _Fields:

@@ -12,6 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from lora_moe_jax.serving.request import Delta
 from lora_moe_jax.serving.text import TextCodec
+from lora_moe_jax.serving.token_bytes import token_bytes
 
 
 class Usage:
@@ -49,9 +50,7 @@ class CompletionReply:
         self._model = model
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        # Of each choice what decodes it, and how long its text is: what is held back, as it
-        # may become a stop string, has its place as well.
-        self._decoded: dict[int, tuple[DecodeStream, int]] = {}
+        self._offsets: dict[int, _Offsets] = {}  # of each choice
 
     def response(self, choices: Sequence[list[Delta]], usage: Usage) -> dict:
         """The answer, from all the deltas of each choice."""
@@ -89,14 +88,10 @@ class CompletionReply:
         return {"text": text}
 
     def _logprobs(self, deltas: list[Delta]) -> dict:
-        offsets = []
-        for delta in deltas:
-            if delta.index not in self._decoded:
-                self._decoded[delta.index] = DecodeStream(skip_special_tokens=True), 0
-            decoder, length = self._decoded[delta.index]
-            offsets.append(length)
-            text = decoder.step(self._codec.tokenizer, delta.token_id) or ""
-            self._decoded[delta.index] = decoder, length + len(text)
+        offsets = [
+            self._offsets.setdefault(delta.index, _Offsets(self._codec)).next(delta.token_id)
+            for delta in deltas
+        ]
         likely = [self._likely(delta) for delta in deltas]
         return {
             "tokens": [self._token(delta.token_id) for delta in deltas],
@@ -149,13 +144,34 @@ class ChatReply(CompletionReply):
         return {"content": entries, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict:
-        token = self._token(token_id)
-        whole = "\N{REPLACEMENT CHARACTER}" not in token
+        found = token_bytes(self._codec.tokenizer, token_id)
         return {
-            "token": token,
+            "token": self._token(token_id),
             "logprob": _number(logprob),
-            "bytes": list(token.encode()) if whole else None,
+            "bytes": None if found is None else list(found),
         }
+
+
+class _Offsets:
+    """Where each token's text begins in a choice.
+
+    What is held back, as it may become a stop string, has its place as well.
+    """
+
+    def __init__(self, codec: TextCodec):
+        self._codec = codec
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._length = 0
+        self._waits = False  # for the rest of a character
+
+    def next(self, token_id: int) -> int:
+        text = self._decoder.step(self._codec.tokenizer, token_id) or ""
+        start = self._length
+        if self._waits and text.endswith(own := self._codec.decode([token_id])):
+            start += len(text) - len(own)  # before it is what the character has become
+        self._waits = not text
+        self._length += len(text)
+        return start
 
 
 def _number(logprob: float) -> float | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import signal
 import socket
+import time
 from pathlib import Path
 
 import uvicorn
@@ -13,9 +16,9 @@ from lora_moe_jax.server.app import create_app
 from lora_moe_jax.server.names import ModelNames
 from lora_moe_jax.serving.async_engine import AsyncEngine
 from lora_moe_jax.serving.engine import Engine
-from lora_moe_jax.serving.text import TOKENIZER_FILE
 
 SHUTDOWN_SECONDS = 10  # how long open responses may go on after the first Ctrl-C
+LAST_SECONDS = 5  # how long their clients may take to read that they have ended
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -60,18 +63,6 @@ def check_api_key(key: str | None) -> None:
         )
 
 
-def check_tokenizer(folder: Path) -> None:
-    """Raises ConfigError for a model that has no tokenizer, before it is loaded."""
-    if not (folder / TOKENIZER_FILE).is_file():
-        raise ConfigError(
-            "the model cannot be served over HTTP",
-            file=folder,
-            key=TOKENIZER_FILE,
-            expected="a model folder with a tokenizer",
-            found="none",
-        )
-
-
 def run_server(
     engine: Engine,
     listener: socket.socket,
@@ -81,16 +72,46 @@ def run_server(
     adapter_root: Path | None,
     api_key: str | None,
 ) -> None:
-    """Serves until Ctrl-C or SIGTERM, then lets open responses end."""
+    """Serves until Ctrl-C or SIGTERM, then lets open responses end; a second Ctrl-C ends them."""
     running = AsyncEngine(engine, max_waiting=max_waiting)
     app = create_app(running, names, adapter_root=adapter_root, api_key=api_key)
-    config = uvicorn.Config(app, timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="off")
+    last = SHUTDOWN_SECONDS + LAST_SECONDS
+    config = uvicorn.Config(app, timeout_graceful_shutdown=last, lifespan="off")
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(f"Serving {names.base} at http://{where}/v1", flush=True)
     try:
         # uvicorn shuts down first and raises the signal again when it is done
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])
+            _Server(config, running).run(sockets=[listener])
     finally:
         running.close()
+
+
+class _Server(uvicorn.Server):
+    """Ends responses by closing the engine, which they tell their clients.
+
+    uvicorn itself cancels them, and a stream that is cut looks like one that has ended.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine):
+        super().__init__(config)
+        self._engine = engine
+        self._hurry = False
+
+    def handle_exit(self, sig: int, frame) -> None:
+        if self.should_exit and sig == signal.SIGINT and not self._hurry:
+            self._hurry = True
+        else:
+            super().handle_exit(sig, frame)  # the third time it waits for nobody
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_responses())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_responses(self) -> None:
+        end = time.monotonic() + SHUTDOWN_SECONDS
+        while not self._hurry and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        await asyncio.to_thread(self._engine.close)

@@ -60,7 +60,7 @@ class Intake:
                 stop_tokens=frozenset(chosen.stop_token_ids).union(
                     () if chosen.ignore_eos else self._config.eos_token_ids
                 ),
-                seed=secrets.randbits(32) if chosen.seed is None else chosen.seed,
+                seed=_seed(chosen),
             )
             self._check_length(request, f"prompts[{index}]", chosen.max_tokens)
             requests.append(request)
@@ -137,3 +137,8 @@ class Intake:
                     found=repr(name),
                     hint="load it with load_adapter",
                 ) from error
+
+
+def _seed(params: SamplingParams) -> int:
+    """Of 32 bits, as the sampler's generator takes it."""
+    return secrets.randbits(32) if params.seed is None else params.seed % 2**32

@@ -66,7 +66,7 @@ def _gumbel(seed, step, count: int):
     # By name: of other generators, which a program may have set for its own, rows depend on others.
     key = jax.random.key(seed.astype(jnp.uint32), impl="threefry2x32")
     key = jax.random.fold_in(key, step)
-    return jax.random.gumbel(key, (count,))
+    return jax.random.gumbel(key, (count,), jnp.float32)
 
 
 def _filter(logits: jax.Array, rows: SamplingRows) -> jax.Array:

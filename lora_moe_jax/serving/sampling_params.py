@@ -19,10 +19,11 @@ class SamplingParams:
     Attributes:
       max_tokens: most tokens to generate.
       temperature: 0 is greedy; otherwise logits are divided by it first.
-      top_k: keep the k most likely tokens; 0 keeps all.
+      top_k: keep the k most likely tokens; 0 keeps all, and so does -1, which is what others write.
       top_p: keep the fewest most likely tokens whose probability adds up to this; after top_k.
       min_p: drop tokens less likely than this share of the most likely one; after top_p.
-      seed: makes the request's samples repeatable whatever runs beside it; None draws one.
+      seed: makes the request's samples repeatable whatever runs beside it; None draws one. Seeds
+        with the same lowest 32 bits are the same.
       stop: strings that end the text; the text is cut before them. At most 32, of 256 characters.
       stop_token_ids: token ids that end it, kept in token_ids.
       ignore_eos: go on past the model's own end-of-text tokens.
@@ -58,12 +59,13 @@ class SamplingParams:
         self._require("max_tokens", "an integer from 1 to 2**31 - 1", _is_int(self.max_tokens, 1))
         warm = _is_number(self.temperature, 0, 1e30)
         self._require("temperature", "a number from 0 to 1e30", warm)
-        self._require("top_k", "an integer from 0, for all, to 2**31 - 1", _is_int(self.top_k, 0))
+        counted = _is_int(self.top_k, -1)
+        self._require("top_k", "an integer up to 2**31 - 1; 0 or -1 for all", counted)
         in_range = _is_number(self.top_p, 0, 1) and self.top_p > 0
         self._require("top_p", "a number above 0, at most 1", in_range)
         self._require("min_p", "a number from 0 to 1", _is_number(self.min_p, 0, 1))
-        seeded = self.seed is None or _is_int(self.seed, 0, 2**32 - 1)
-        self._require("seed", "None, or an integer from 0 to 2**32 - 1", seeded)
+        seeded = self.seed is None or _is_int(self.seed, -(2**63), 2**63 - 1)
+        self._require("seed", "None, or an integer of 64 bits", seeded)
         texts = all(isinstance(text, str) and 0 < len(text) <= STOP_LENGTH for text in self.stop)
         said = f"at most {STOP_STRINGS} strings of 1 to {STOP_LENGTH} characters"
         self._require("stop", said, texts and len(self.stop) <= STOP_STRINGS)

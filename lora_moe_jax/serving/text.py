@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 import jinja2
+import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -66,7 +68,7 @@ class TextCodec:
         }
         tokens = {key: text for key, text in contents.items() if isinstance(text, str)}
         _add_llama_ends(tokenizer, settings, tokens)
-        return cls(tokenizer, template if isinstance(template, str) else None, tokens)
+        return cls(tokenizer, _default_of(template), tokens)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds.
@@ -112,15 +114,8 @@ class TextCodec:
                 expected="chat_template in tokenizer_config.json, or chat_template.jinja",
                 hint="use a plain prompt",
             )
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        # As in transformers.
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        environment.filters["tojson"] = _to_json
         try:
-            text = environment.from_string(self._template).render(
+            text = self._compiled_template.render(
                 messages=list(messages),
                 add_generation_prompt=True,
                 tools=None,
@@ -133,6 +128,42 @@ class TextCodec:
             ) from error
         # The template writes the special tokens itself.
         return self.encode(text, special_tokens=False)
+
+    @functools.cached_property
+    def _compiled_template(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[jinja2.ext.loopcontrols, _Generation],
+        )
+        # As in transformers.
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.filters["tojson"] = _to_json
+        try:
+            return environment.from_string(self._template)
+        except jinja2.TemplateError as error:
+            raise RequestError(
+                "the model's chat template cannot be read", key="messages", found=str(error)
+            ) from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """transformers' `{% generation %}` around what an assistant says: its body as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _default_of(templates) -> str | None:
+    """A template, or the default one of several: a list of objects with their names."""
+    if isinstance(templates, list):
+        named = [its for its in templates if isinstance(its, dict)]
+        templates = {its.get("name"): its.get("template") for its in named}.get("default")
+    return templates if isinstance(templates, str) else None
 
 
 def _add_llama_ends(tokenizer: Tokenizer, settings: Mapping, tokens: Mapping[str, str]) -> None:

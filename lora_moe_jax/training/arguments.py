@@ -76,7 +76,7 @@ def check_step_settings(learning_rate: object, weight_decay: object, clip_norm: 
     What a schedule gives is known in its step only.
     """
     if not callable(learning_rate):
-        checked_number("learning_rate", learning_rate)
+        checked_number("learning_rate", learning_rate, 0.0)
     checked_number("weight_decay", weight_decay, 0.0)
     if clip_norm is not None:
         checked_number("clip_norm", clip_norm, 0.0)
@@ -89,7 +89,7 @@ def checked_number(key: str, value: object, least: float | None = None) -> float
     if not finite or (least is not None and value < least):
         expected = "a number that is finite in float32"
         raise RequestError(
-            "a setting of the step is out of range",
+            "a setting is out of range",
             key=key,
             expected=expected + ("" if least is None else f", of at least {least}"),
             found=repr(value)[:200],

@@ -57,8 +57,8 @@ class LoraConfig:
             if type(value) is not int or value < 1:
                 raise _wrong(key, "an integer of at least 1", value)
         for key, value in alphas.items():
-            if type(value) not in (int, float) or not abs(value) <= LARGEST:
-                raise _wrong(key, f"a number of at most {LARGEST:g}", value)
+            if type(value) not in (int, float) or not 0 < abs(value) <= LARGEST:
+                raise _wrong(key, f"a number of at most {LARGEST:g}, and not 0", value)
         if not isinstance(self.init, str) or self.init not in INITS:
             raise _wrong("init", f"one of {INITS}", self.init)
         if type(self.seed) is not int or self.seed < 0:

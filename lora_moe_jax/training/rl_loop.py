@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
-from lora_moe_jax.errors import RequestError
+from lora_moe_jax.errors import AdapterError, RequestError
 from lora_moe_jax.serving.request import Completion
 from lora_moe_jax.serving.sampling_params import SamplingParams
 from lora_moe_jax.training.arguments import check_step_settings
@@ -125,7 +125,7 @@ def run_grpo(
         adapters become what one run of all steps would have made them.
 
     Raises:
-      AdapterError: an adapter is not in training.
+      AdapterError: an adapter is not in training, or there are more than the engine has slots for.
       RequestError: a setting or a prompt is of no use, at once; a reward, or what
         `forward_backward` and `optim_step` refuse, in the step that meets it.
     """
@@ -135,6 +135,7 @@ def run_grpo(
     for name, task in tasks.items():
         trainer._training(name)
         _check_prompts(trainer, name, task, config)
+    _check_slots(trainer, tasks)
     return _run(trainer, dict(tasks), config, range(start, start + config.steps))
 
 
@@ -288,6 +289,18 @@ def _check_integer(key: str, value: object, least: int) -> None:
             key=key,
             expected=f"an integer of at least {least}",
             found=repr(value)[:200],
+        )
+
+
+def _check_slots(trainer: Trainer, tasks: Mapping[str, GrpoTask]) -> None:
+    """A step trains all adapters at once."""
+    if len(tasks) > (slots := trainer._engine.options.max_adapters):
+        raise AdapterError(
+            "there are more adapters than slots",
+            key="tasks",
+            expected=f"at most {slots}, the engine's max_adapters",
+            found=len(tasks),
+            hint="build the engine with a larger max_adapters, or run loops one after another",
         )
 
 

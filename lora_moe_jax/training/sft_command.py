@@ -16,6 +16,7 @@ from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.serving.options import DEFAULT_MAX_LENGTH
 from lora_moe_jax.serving.text import TextCodec
+from lora_moe_jax.training.arguments import check_step_settings
 from lora_moe_jax.training.config import LoraConfig
 from lora_moe_jax.training.curve import sparkline
 from lora_moe_jax.training.data_order import DataOrder
@@ -50,7 +51,9 @@ def train_adapter(
       KeyboardInterrupt: Ctrl-C came; adapter and losses of the steps that had ended are written.
     """
     check_out(out)
-    lora.peft()  # refuses what is out of range before anything is built, as this does with data
+    # They refuse what is out of range before anything is built, as this does with data.
+    lora.peft()
+    check_step_settings(config.learning_rate, config.weight_decay, config.clip_norm)
     examples = _examples(model, data, max_length)
     engine = Engine.from_pretrained(
         model,

@@ -409,7 +409,7 @@ class Trainer:
                     expected="a forward_backward since the last step",
                 )
             rate = learning_rate(training.steps) if callable(learning_rate) else learning_rate
-            rates[name] = checked_number("learning_rate", rate)
+            rates[name] = checked_number("learning_rate", rate, 0.0)
         settings = {name: StepSettings(rate, weight_decay, clip) for name, rate in rates.items()}
         reports, failed = {}, None
         with uninterrupted():  # an adapter's masters, its count and the engine's version are one

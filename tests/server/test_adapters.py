@@ -137,9 +137,21 @@ def test_bad_bodies(admin):
     for path in ("load", "unload"):
         for body in ({}, {"lora_name": 5, "lora_path": "x"}, {"lora_name": "a", "wat": 1}):
             refusal(admin.post(f"/v1/{path}_lora_adapter", json=body), 400)
-    body = {"lora_name": "shout", "lora_int_id": 1}
-    assert "lora_int_id" in refusal(admin.post("/v1/unload_lora_adapter", json=body), 400)
+    body = {"lora_name": "nobody", "lora_int_id": 1}
+    assert "nobody" in refusal(admin.post("/v1/unload_lora_adapter", json=body), 404)
     refusal(unload(admin, "nobody"), 404)
+
+
+def test_in_place_unless_that_is_forbidden(admin, quiet):
+    """vLLM's field; by default a name that is taken gets a new version."""
+    body = {"lora_name": "new", "lora_path": str(quiet)}
+    for in_place, status in ((False, 200), (False, 400), (True, 200), (None, 200)):
+        answer = admin.post("/v1/load_lora_adapter", json=body | {"load_inplace": in_place})
+        assert answer.status_code == status, answer.text
+    assert "load_inplace" in refusal(
+        admin.post("/v1/load_lora_adapter", json=body | {"load_inplace": 1}), 400
+    )
+    assert unload(admin, "new").status_code == 200
 
 
 def test_an_adapter_in_use_stays(admin, slow_steps):

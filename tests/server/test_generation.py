@@ -198,6 +198,10 @@ def test_stop_strings_and_extensions(client, engine):
     assert complete(client, extra_body=ending).usage.completion_tokens <= 4
     first = {"top_k": 1, "min_p": 0.5, "ignore_eos": True}
     assert complete(client, temperature=1, extra_body=first).choices[0].text == text
+    seeded = {"temperature": 1, "seed": 7}
+    text = complete(client, **seeded).choices[0].text
+    assert complete(client, **seeded, extra_body={"top_k": -1}).choices[0].text == text
+    assert complete(client, **seeded | {"seed": 7 - 2**63}).choices[0].text == text
 
 
 def test_many_at_once_are_as_each_alone(client):

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from contextlib import ExitStack
 
 import httpx
@@ -171,48 +172,97 @@ def test_an_engine_that_is_put_to_sleep(http, running, slow_steps):
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def test_serve_until_interrupted(engine, monkeypatch, capsys, tmp_path):
-    """The whole command, but for building the engine; Ctrl-C while a stream is open."""
-    asked, answers = {}, []
+@pytest.fixture
+def port(engine, monkeypatch) -> int:
+    """A free one; the command builds no engine of its own."""
+    monkeypatch.setattr(Engine, "from_pretrained", lambda folder, **options: engine)
+    # It closes the handlers there are, and absl's handler closes the stderr that pytest gave it.
+    monkeypatch.setattr(logging.config, "dictConfig", lambda settings: None)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve_while(visit, port: int, *arguments: str) -> list:
+    """What visit(http, answers) puts there while the command serves; it ends with Ctrl-C."""
+    answers = []
+
+    def work() -> None:
+        try:
+            with httpx.Client(
+                base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30
+            ) as http:
+                wait_for(lambda: answered(http))
+                visit(http, answers)
+        except BaseException:
+            interrupt()
+            raise
+
+    visitor = threading.Thread(target=work)
+    visitor.start()
+    assert main(["serve", "--port", str(port), *arguments]) == 0
+    visitor.join()
+    return answers
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_serve_until_interrupted(engine, port, monkeypatch, capsys, tmp_path):
+    """The whole command; Ctrl-C while a stream is open, which ends by itself."""
+    asked = {}
 
     def from_pretrained(folder, **options):
         asked.update(options, folder=folder)
         return engine
 
     monkeypatch.setattr(Engine, "from_pretrained", from_pretrained)
-    # It closes the handlers there are, and absl's handler closes the stderr that pytest gave it.
-    monkeypatch.setattr(logging.config, "dictConfig", lambda settings: None)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
 
-    def visit() -> None:
-        try:
-            with httpx.Client(
-                base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30
-            ) as http:
-                wait_for(lambda: answered(http))
-                answers.append(http.get("/v1/models").json()["data"][0]["id"])
-                body = LONG | {"max_tokens": 30, "stream": True}
-                with http.stream("POST", "/v1/completions", json=body) as answer:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    answers.append(list(answer.iter_lines())[-2])
-        except BaseException:
-            os.kill(os.getpid(), signal.SIGINT)
-            raise
+    def visit(http, answers) -> None:
+        answers.append(http.get("/v1/models").json()["data"][0]["id"])
+        body = LONG | {"max_tokens": 30, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            interrupt()
+            answers.append(list(answer.iter_lines())[-2])
 
-    visitor = threading.Thread(target=visit)
-    visitor.start()
-    arguments = ["serve", "--port", str(port), "--adapter", "shout", "--served-name", "mine"]
+    arguments = ["--adapter", "shout", "--served-name", "mine"]
     arguments += ["--adapter-root", str(tmp_path), "--max-length", "64"]
     arguments += ["--mesh", "expert=2,tensor=2", "--cache-tokens", "320"]
-    assert main(arguments) == 0
-    visitor.join()
-    assert answers == ["mine", "data: [DONE]"]
+    assert serve_while(visit, port, *arguments) == ["mine", "data: [DONE]"]
     assert f"Serving mine at http://127.0.0.1:{port}/v1" in capsys.readouterr().out
     assert asked["max_adapters"] == 8 and asked["max_length"] == 64
     assert asked["cache_tokens"] == 320 and asked["dtype"] in ("float32", "bfloat16")
     assert mesh_of(asked["mesh"]).shape == {"expert": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["too_long", "ctrl_c_twice"])
+def test_responses_that_the_end_cuts_say_so(port, slow_steps, monkeypatch, twice):
+    """One stream and one whole answer are open when the time is up, or at a second Ctrl-C."""
+    if not twice:
+        monkeypatch.setattr("lora_moe_jax.server.run.SHUTDOWN_SECONDS", 0.3)
+
+    def visit(http, answers) -> None:
+        whole = threading.Thread(
+            target=lambda: answers.append(http.post("/v1/completions", json=LONG))
+        )
+        whole.start()
+        with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            interrupt()
+            if twice:
+                time.sleep(0.5)
+                interrupt()
+            answers.append([line for line in lines if line][-1])
+        whole.join()
+
+    began = time.monotonic()
+    stream, whole = sorted(serve_while(visit, port), key=lambda its: not isinstance(its, str))
+    assert time.monotonic() - began < 8
+    error = json.loads(stream.removeprefix("data: "))["error"]
+    assert error["code"] == "shutting_down"
+    assert whole.status_code == 503 and whole.json()["error"] == error
 
 
 def answered(http) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
-from tests.adapters.tables import FAMILIES
+from lora_moe_jax import Engine
+from tests.adapters.tables import FAMILIES, GOLDEN
+from tests.serving.conftest import OPTIONS
 from tests.serving.helpers import bits, constant_adapter, greedy, load_golden, prompts, sampled
 
 LENGTHS = [1, 3, 7, 12, 17, 23, 31, 40]
@@ -110,3 +113,17 @@ def test_nothing_leaks_out_of_a_poisoned_slot(loaded, value):
     second = loaded.generate(batch, params, "elsewhere")
     assert list(map(bits, first)) == list(map(bits, second))
     assert all(np.isfinite(out.logprobs).all() for out in first)
+
+
+def test_with_numbers_of_64_bits_too():
+    """`jax_enable_x64`, as the program around may have set it, changes no bit."""
+    batch, names = prompts([5, 9]), ["experts", None]
+    found = []
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            one = Engine.from_pretrained(GOLDEN / "qwen3_moe/base", **OPTIONS)
+            load_golden(one, "qwen3_moe")
+            generated = one.generate(batch, [greedy(4), sampled(1, 4)], names)
+            scored = [score.logprobs.tobytes() for score in one.score(batch, names)]
+            found.append([*map(bits, generated), *scored])
+    assert found[0] == found[1]

@@ -157,7 +157,8 @@ def test_chat_template():
         (TEMPLATE, None, "list of objects"),
         ("{{ 1 / 0 }}", [], "refused"),
         ("{{ messages[0].content[3:].missing.part }}", [], "refused"),
-        ("{% if %}", [], "refused"),
+        ("{% if %}", [], "cannot be read"),
+        ("{% generation %}x", [], "cannot be read"),
         ("{{ messages.append(1) }}", [], "refused"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [], "refused"),
         ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "Unicode"),
@@ -248,8 +249,19 @@ def test_templates_have_what_transformers_gives_them():
     assert codec.decode(codec.chat([])) == "True"
 
 
-def test_a_list_of_templates_is_not_used(tmp_path):
-    write(tmp_path, chat_template=[{"name": "default", "template": "x"}])
+def test_what_an_assistant_says_may_be_marked():
+    """As templates do that are for training, too."""
+    template = "{% for m in messages %}<{% generation %}{{ m.content }}.{% endgeneration %}>"
+    codec = byte_codec(template + "{% endfor %}")
+    said = [{"role": "assistant", "content": content} for content in ("a", "b")]
+    assert codec.decode(codec.chat(said)) == "<a.><b.>"
+
+
+def test_the_default_of_several_templates(tmp_path):
+    others = [{"name": "tool_use", "template": "y"}, {"name": "default", "template": "x"}]
+    codec = TextCodec.from_folder(write(tmp_path, chat_template=others))
+    assert codec.decode(codec.chat([])) == "x"
+    write(tmp_path, chat_template=[{"name": "rag", "template": "x"}, 3])
     with pytest.raises(RequestError, match="no chat template"):
         TextCodec.from_folder(tmp_path).chat([])
 

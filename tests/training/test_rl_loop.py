@@ -219,6 +219,11 @@ def test_bad_runs_are_refused_at_once(pair):
         run_grpo(trainer, good, {"steps": 1})
     with pytest.raises(AdapterError, match="in training"):
         run_grpo(trainer, {"b": GrpoTask(PROMPTS, even)})
+    more = engine.options.max_adapters + 1
+    for number in range(more):
+        add(trainer, str(number))
+    with pytest.raises(AdapterError, match="more adapters than slots"):
+        run_grpo(trainer, {str(number): good["a"] for number in range(more)})
 
 
 def test_command(capsys):

@@ -223,7 +223,12 @@ def test_bad_runs_are_refused_at_once(pair):
         with pytest.raises(RequestError) as caught:
             run_sft(trainer, "a", data, SftConfig(**{key: 0}))
         assert caught.value.key == key
-    for key, value in (("learning_rate", float("nan")), ("weight_decay", -1), ("clip_norm", "no")):
+    for key, value in (
+        ("learning_rate", -1),
+        ("learning_rate", float("nan")),
+        ("weight_decay", -1),
+        ("clip_norm", "no"),
+    ):
         with pytest.raises(RequestError) as caught:
             run_sft(trainer, "a", data, SftConfig(**{key: value}))
         assert caught.value.key == key
@@ -378,9 +383,15 @@ def test_bad_input_is_one_message_and_status_2(tmp_path, capsys):
     error = "".join(capsys.readouterr().err.split())
     assert "RequestError" in error and "".join(f"{data}:2".split()) in error
     assert main([*command, "--model", str(tmp_path)]) == 2
-    assert main([*command, "--alpha", "nan"]) == 2
-    assert main([*command, "--alpha", "1e31"]) == 2
     capsys.readouterr()
+    for key, value in (
+        ("alpha", "nan"),
+        ("alpha", "0"),
+        ("alpha", "1e31"),
+        ("learning-rate", "-1"),
+    ):
+        assert main([*command, f"--{key}", value]) == 2
+        assert key.replace("-", "_") in capsys.readouterr().err
     for out in (data / "out", tmp_path / "link"):  # in a file; a link to nothing
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(tmp_path / "nothing")

@@ -292,6 +292,8 @@ def test_bad_adapters_and_steps(pair, tmp_path):
         {"learning_rate": 1e300},
         {"learning_rate": 10**400},
         {"learning_rate": 0.1, "weight_decay": -1},
+        {"learning_rate": -0.1},
+        {"learning_rate": lambda steps: -0.1},
         {"learning_rate": 0.1, "clip_norm": float("inf")},
     ):
         with pytest.raises(RequestError):
