@@ -69,6 +69,7 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
         check_tokenizer(folder)
     engine = Engine.from_pretrained(
         folder,
+        adapters=adapters,
         dtype=dtype_of(options),
         max_adapters=len(adapters),
         max_rank=options.max_rank,
@@ -76,7 +77,5 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
         mesh=options.mesh,
         progress=True,
     )
-    for name, folder in adapters.items():
-        engine.load_adapter(name, folder)
     names = [None if name == BASE_NAME else name for name in used] * len(texts)
     return engine, [text for text in texts for _ in used], names

@@ -98,6 +98,7 @@ def run(options: argparse.Namespace) -> None:
     with open_socket(options.host, options.port) as listener:
         engine = Engine.from_pretrained(
             folder,
+            adapters=adapters,
             dtype=dtype_of(options),
             max_adapters=slots,
             max_rank=options.max_rank,
@@ -108,8 +109,6 @@ def run(options: argparse.Namespace) -> None:
             adapter_disk=options.adapter_disk,
             progress=True,
         )
-        for name, adapter in adapters.items():
-            engine.load_adapter(name, adapter)
         run_server(
             engine,
             listener,

@@ -21,7 +21,7 @@ from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.config.reader import read_config
 from lora_moe_jax.errors import AdapterError, RequestError
 from lora_moe_jax.layers.build import SlotConfig
-from lora_moe_jax.models.build import abstract_model, load_model
+from lora_moe_jax.models.build import abstract_model, load_model, projections
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.parallel.mesh import mesh_of
 from lora_moe_jax.serving.compile_cache import use_compile_cache
@@ -99,6 +99,7 @@ class Engine:
         cls,
         folder: str | os.PathLike,
         *,
+        adapters: Mapping[str, str | os.PathLike] | None = None,
         dtype: str = "bfloat16",
         max_adapters: int = 8,
         max_rank: int | Mapping[int, int] = 32,
@@ -123,6 +124,8 @@ class Engine:
 
         Args:
           folder: config.json, safetensors, and tokenizer.json if text is wanted.
+          adapters: folders by name, as for `load_adapter`; what is wrong with one is said before
+            weights are loaded.
           dtype: of weights, activations and cache: "bfloat16" or "float32".
           max_adapters: adapter slots on the device; any number of adapters may be loaded.
           max_rank: the largest rank that fits into a slot. Or, so that not every slot takes the
@@ -173,6 +176,7 @@ class Engine:
           ConfigError: the model or the mesh is not supported, an option is out of range, or the
             sizes do not fit into the memory of a device that says what it has.
           CheckpointError: the weights are damaged or do not belong to the configuration.
+          AdapterError: see `load_adapter`.
         """
         use_compile_cache()
         config, mesh = read_config(folder), mesh_of(mesh)
@@ -202,12 +206,20 @@ class Engine:
         if progress:
             sizes.show()
         sizes.check(free_bytes(mesh))
+        read = {}
+        for name, source in (adapters or {}).items():
+            check_name(name)
+            _check_slots(options)
+            adapter = read_adapter(source, projections(planned), max_rank=options.max_rank)
+            read[name] = _kept(adapter, options)
         with progress_bar("loading weights", shown=progress) as bar:
             model = load_model(
                 checkpoint, config, dtype=dtype, adapters=slots, mesh=mesh, progress=bar.update
             )
         engine = cls.from_model(model, codec, options, mesh=mesh, progress=progress)
         engine.folder = os.fspath(folder)
+        for name, adapter in read.items():
+            engine._add_adapter(name, engine.bank.fitted(adapter))
         return engine
 
     @classmethod
@@ -282,9 +294,7 @@ class Engine:
 
     def _host_copy(self, source: str | os.PathLike | Adapter) -> Adapter:
         """An adapter as the pool keeps it, which fits the bank. Any thread may make one."""
-        adapter = self._read_adapter(source)
-        folder = self.options.adapter_disk
-        return adapter if folder is None else on_disk(adapter, folder)
+        return _kept(self._read_adapter(source), self.options)
 
     @uninterrupted()
     def update_adapter(
@@ -366,14 +376,7 @@ class Engine:
             self._adapters.write_all()
 
     def _check_bank(self) -> None:
-        if self.options.max_adapters == 0:
-            raise AdapterError(
-                "the engine has no adapter slots",
-                key="max_adapters",
-                expected="at least 1",
-                found="0",
-                hint="build the engine with a larger max_adapters",
-            )
+        _check_slots(self.options)
         if self._asleep == 2:
             raise EngineAsleepError(
                 "the bank is asleep", key="sleep", hint="call wake before changing adapters"
@@ -598,3 +601,19 @@ class Engine:
             bank_bytes=nbytes(self.bank.stacks),
             cache_bytes=nbytes(self._runner.steps.pages),
         )
+
+
+def _check_slots(options: EngineOptions) -> None:
+    if options.max_adapters == 0:
+        raise AdapterError(
+            "the engine has no adapter slots",
+            key="max_adapters",
+            expected="at least 1",
+            found="0",
+            hint="build the engine with a larger max_adapters",
+        )
+
+
+def _kept(adapter: Adapter, options: EngineOptions) -> Adapter:
+    """In host memory, or on disk."""
+    return on_disk(adapter, options.adapter_disk) if options.adapter_disk else adapter

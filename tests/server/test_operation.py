@@ -231,6 +231,7 @@ def test_serve_until_interrupted(engine, port, monkeypatch, capsys, tmp_path):
     arguments += ["--mesh", "expert=2,tensor=2", "--cache-tokens", "320"]
     assert serve_while(visit, port, *arguments) == ["mine", "data: [DONE]"]
     assert f"Serving mine at http://127.0.0.1:{port}/v1" in capsys.readouterr().out
+    assert asked["adapters"] == {"shout": ADAPTERS["shout"]}
     assert asked["max_adapters"] == 8 and asked["max_length"] == 64
     assert asked["cache_tokens"] == 320 and asked["dtype"] in ("float32", "bfloat16")
     assert mesh_of(asked["mesh"]).shape == {"expert": 2, "tensor": 2}

@@ -7,8 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
-from lora_moe_jax import AdapterError, read_adapter
+from lora_moe_jax import AdapterError, Engine, read_adapter
 from tests.adapters.tables import GOLDEN, golden_adapters
+from tests.serving.conftest import OPTIONS
 from tests.serving.helpers import (
     ADAPTERS,
     bits,
@@ -197,3 +198,30 @@ def test_the_longest_name_is_good(one):
     name = "x" * 128
     one.load_adapter(name, FOLDERS / "attn")
     assert one.generate([[1, 2]], greedy(2), name)[0].adapter == name
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_adapters_of_a_new_engine(one, tmp_path, on_disk):
+    folders = {name: FOLDERS / name for name in ADAPTERS}
+    options = OPTIONS | {"adapter_disk": tmp_path if on_disk else None}
+    new = Engine.from_pretrained(GOLDEN / FAMILY / "base", adapters=folders, **options)
+    load_golden(one, FAMILY)
+    assert [info.name for info in new.adapters()] == list(ADAPTERS)
+    assert all(info.on_disk == on_disk for info in new.adapters())
+    for name in (*ADAPTERS, None):
+        assert probe(new, name) == probe(one, name)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "options", "says"),
+    [
+        ({"a": FOLDERS / "experts"}, {"max_rank": 1}, "rank"),
+        ({"a": FOLDERS / "missing"}, {}, "folder"),
+        ({"a b:c": FOLDERS / "attn"}, {}, "name"),
+        ({"a": FOLDERS / "attn"}, {"max_adapters": 0}, "no adapter slots"),
+    ],
+)
+def test_a_wrong_one_is_refused_before_weights_are_loaded(adapters, options, says, monkeypatch):
+    monkeypatch.setattr("lora_moe_jax.serving.engine.load_model", None)
+    with pytest.raises(AdapterError, match=says):
+        Engine.from_pretrained(GOLDEN / FAMILY / "base", adapters=adapters, **OPTIONS | options)

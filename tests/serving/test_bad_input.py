@@ -278,10 +278,10 @@ def test_a_bad_request_among_good_ones_starts_none(one):
 BAD_SETTINGS = [
     ("max_tokens", (0, -1, 1.5, "3", None, True, 2**31)),
     ("temperature", (-0.1, float("nan"), float("inf"), "1", None, True, 10**400, 1e39)),
-    ("top_k", (-1, 1.5, None, True, 2**40)),
+    ("top_k", (-2, 1.5, None, True, 2**40)),
     ("top_p", (0, -0.5, 1.01, float("nan"), None, "1")),
     ("min_p", (-0.1, 1.1, float("nan"), None)),
-    ("seed", (-1, 2**32, 1.0, "1", True)),
+    ("seed", (-(2**63) - 1, 2**63, 1.0, "1", True)),
     ("stop", ([""], [3], None, 5, b"x", {"a": 1}, ["a", None], ["a"] * 33, ["a" * 257])),
     ("stop_token_ids", ([-1], ["a"], [1.0], [True], None, 5, "12")),
     ("ignore_eos", (1, None, "yes")),
