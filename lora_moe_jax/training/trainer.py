@@ -141,6 +141,7 @@ class Trainer:
         """
         check_name(name)
         self._check_new(name)
+        self._engine._check_new_version(name)  # it has no ranks while it sleeps
         stacks, masters = self._begun(LoraConfig() if source is None else source)
         training = Training(stacks, *self._placed((masters, self._optimizer.init(masters))))
         with uninterrupted():  # the engine's word and this one's belong together

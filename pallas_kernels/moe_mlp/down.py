@@ -22,7 +22,7 @@ from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.lora import Lora, has_slot, in_form, terms_of_part
 from pallas_kernels.kept import kept, map_once
 from pallas_kernels.routing_plan.api import combine, rows_of_choices
-from pallas_kernels.row_reduce.api import row_dot
+from pallas_kernels.row_reduce.api import scaled_and_dot
 
 RANK_UNIT = 8  # kernels multiply whole units of rank
 
@@ -106,11 +106,9 @@ def _backward(backend, saved, dy):
     drows = dy.astype(hidden.dtype)[token]
     du = backend.shrink(drows, route.tables, b, zeros, scalings, firsts) if terms else ()
     unweighted = backend.product(drows, down, route.tables, du, a, zeros, firsts, contract=1)
-    wide = jnp.promote_types(jnp.float32, hidden.dtype)
-    unweighted, of_row = unweighted.astype(wide), of_row.astype(wide)
-    dots = row_dot(unweighted, hidden)[:, 0]
-    dweights = dots[route.position].astype(weights.dtype)
-    dhidden = (unweighted * of_row[:, None]).astype(hidden.dtype)
+    dhidden, dots = scaled_and_dot(unweighted, hidden, of_row[:, None])
+    dweights = dots[route.position, 0].astype(weights.dtype)
+    of_row = of_row.astype(dots.dtype)
     dentry = None
     if terms:
         dentry = _gradients(backend, entry, hidden, drows, of_row, u, du, route.tables)

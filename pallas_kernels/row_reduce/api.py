@@ -10,7 +10,6 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.floats import check_floats
@@ -46,9 +45,22 @@ def row_dot(
 
     Args and errors: see `row_sum`.
     """
-    wide = jnp.promote_types(jnp.float32, x.dtype)
-    rows = (its.reshape(-1, x.shape[-1]).astype(wide) for its in (x, y))
+    rows = (its.reshape(-1, x.shape[-1]) for its in (x, y))
     return differentiable.row_dot(_backend(implementation), *rows).reshape(*x.shape[:-1], 1)
+
+
+def scaled_and_dot(
+    x: Float[Array, "rows features"],
+    y: Float[Array, "rows features"],
+    scale: Float[Array, "rows one"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows features"], Float[Array, "rows one"]]:
+    """x times the rows' scales, in y's dtype, and `row_dot` of x and y: x is read once.
+
+    Not differentiable. Args and errors: see `row_sum`.
+    """
+    return _backend(implementation).scaled_and_dot(x, y, scale)
 
 
 def rms_norm(

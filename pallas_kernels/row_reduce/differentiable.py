@@ -40,7 +40,7 @@ row_sum.defvjp(_row_sum_forward, _row_sum_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def row_dot(backend: ModuleType, x, y):
-    """[rows, 1] of x · y, [rows, features] each of one type."""
+    """[rows, 1] of x · y, [rows, features] each."""
     return backend.row_dot(x, y)
 
 
@@ -50,7 +50,7 @@ def _row_dot_forward(backend, x, y):
 
 def _row_dot_backward(backend, saved, d):
     x, y = saved
-    return d * y, d * x
+    return (d * y).astype(x.dtype), (d * x).astype(y.dtype)
 
 
 row_dot.defvjp(_row_dot_forward, _row_dot_backward)

@@ -17,7 +17,13 @@ from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.rows import THREADS, layout_of_row
 from pallas_kernels.layered import as_stack, layer_operands, number_of
-from pallas_kernels.row_reduce.triton import log_sum_exp, norm_gradient, row_dot, row_sum
+from pallas_kernels.row_reduce.triton import (
+    log_sum_exp,
+    norm_gradient,
+    row_dot,
+    row_sum,
+    scaled_and_dot,
+)
 
 __all__ = [
     "add_norm",
@@ -27,6 +33,7 @@ __all__ = [
     "rms_norm",
     "row_dot",
     "row_sum",
+    "scaled_and_dot",
 ]
 
 # Of a row: its values and the weight's are in registers, of which a thread has 255.

@@ -22,36 +22,40 @@ BLOCK = 2048  # values of a program, where rows are short: several share it
 
 
 def row_sum(x):
-    return _call("row_sum", _row_sum_kernel, [(x.shape[0], 1)], [x])[0]
+    return _call("row_sum", _row_sum_kernel, [_column_of(x, x.dtype)], [x])[0]
 
 
 def row_dot(x, y):
-    """XLA's own, which for GPUs is ordered by the features alone (its code is that of 64 rows at
-    32768), in one kernel with what else is made of x and y; neither is written as float32."""
-    return jnp.sum(x * y, axis=1, keepdims=True)
+    return _call("row_dot", _row_dot_kernel, [_column_of(x, _wide(x, y))], [x, y])[0]
+
+
+def scaled_and_dot(x, y, scale):
+    results = [y, _column_of(x, _wide(x, y))]
+    return tuple(_call("scaled_and_dot", _scaled_and_dot_kernel, results, [x, y, scale]))
 
 
 def rms_norm(x, weight, eps):
     kernel = functools.partial(_rms_norm_kernel, eps)
-    return _call("rms_norm", kernel, [x.shape], [x], weight)[0]
+    return _call("rms_norm", kernel, [x], [x], weight)[0]
 
 
 def norm_gradient(x, weight, dy, eps, more=None):
     kernel = functools.partial(_norm_gradient_kernel, eps)
     rows = [x, dy] if more is None else [x, dy, more]
-    return _call("norm_gradient", kernel, [x.shape], rows, weight)[0]
+    return _call("norm_gradient", kernel, [x], rows, weight)[0]
 
 
 def add_norm(x, more, weight, eps):
     kernel = functools.partial(_add_norm_kernel, eps)
-    return tuple(_call("add_norm", kernel, [x.shape, x.shape], [x, more], weight))
+    return tuple(_call("add_norm", kernel, [x, x], [x, more], weight))
 
 
 def log_sum_exp(x):
     """A program has a chunk of a row, as of few rows one program each would be all; then a join."""
     rows, chunks = x.shape[0], _Tile(*x.shape).chunks
-    parts = _call("sum_exp", _sum_exp_kernel, [(rows, chunks)] * 2, [x], chunks=chunks)
-    return _call("log_sum_exp", _log_sum_exp_kernel, [(rows, 1)], parts)[0][:, 0]
+    part = jax.ShapeDtypeStruct((rows, chunks), x.dtype)
+    parts = _call("sum_exp", _sum_exp_kernel, [part] * 2, [x], chunks=chunks)
+    return _call("log_sum_exp", _log_sum_exp_kernel, [_column_of(x, x.dtype)], parts)[0][:, 0]
 
 
 def _row_sum_kernel(tile, x, out):
@@ -59,6 +63,26 @@ def _row_sum_kernel(tile, x, out):
         return total + tile.load(x, i, 0)
 
     tile.store_column(out, tile.loop(add, tile.full(0)).sum(axis=1, keepdims=True))
+
+
+def _row_dot_kernel(tile, x, y, out):
+    def add(i, total):
+        return total + tile.load(x, i, 0).astype(out.dtype) * tile.load(y, i, 0).astype(out.dtype)
+
+    total = tile.loop(add, tile.full(0, out.dtype))
+    tile.store_column(out, total.sum(axis=1, keepdims=True))
+
+
+def _scaled_and_dot_kernel(tile, x, y, scale, scaled, out):
+    factor = tile.load_column(scale).astype(out.dtype)
+
+    def add(i, total):
+        part = tile.load(x, i, 0).astype(out.dtype)
+        tile.store(scaled, i, (part * factor).astype(scaled.dtype))
+        return total + part * tile.load(y, i, 0).astype(out.dtype)
+
+    total = tile.loop(add, tile.full(0, out.dtype))
+    tile.store_column(out, total.sum(axis=1, keepdims=True))
 
 
 def _rms_norm_kernel(eps, tile, x, weight, out):
@@ -159,11 +183,14 @@ class _Tile:
             return body(0, state)
         return lax.fori_loop(0, self.chunks, body, state)
 
-    def full(self, value):
-        return jnp.full((self.height, self.width), value, jnp.float32)
+    def full(self, value, dtype=jnp.float32):
+        return jnp.full((self.height, self.width), value, dtype)
 
     def load(self, ref, chunk, other):
         return plgpu.load(ref.at[:, self._columns(chunk)], mask=self._mask(chunk), other=other)
+
+    def load_column(self, ref):
+        return plgpu.load(ref, mask=self._real_rows(), other=0)
 
     def load_features(self, weight, chunk):
         columns = chunk * self.width + lax.broadcasted_iota(jnp.int32, (1, self.width), 1)
@@ -200,14 +227,23 @@ class _Weight(NamedTuple):
         return self.array.at[*self.layer, columns]
 
 
-def _call(name: str, kernel, out_shapes, rows, *weights, chunks: int = 1):
-    """Runs a kernel on arrays [rows, features] of one shape and dtype, which the results have.
+def _wide(x, y):
+    return jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, y.dtype))
+
+
+def _column_of(x, dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((x.shape[0], 1), dtype)
+
+
+def _call(name: str, kernel, results, rows, *weights, chunks: int = 1):
+    """Runs a kernel on arrays [rows, features], of which the first has as many as a row has.
 
     Args:
+      results: arrays of the shapes and dtypes of what it gives.
       weights: [features] each; may be `Layered`.
       chunks: programs for the same rows.
     """
-    shape, dtype = rows[0].shape, rows[0].dtype
+    shape = rows[0].shape
     tile, arrays = _Tile(*shape), []
     for weight in weights:
         arrays += [weight.stack, *layer_operands(weight)] if is_layered(weight) else [weight]
@@ -223,18 +259,19 @@ def _call(name: str, kernel, out_shapes, rows, *weights, chunks: int = 1):
 
     wide = tile.chunks * tile.width
 
-    def blocks(columns):
+    def blocks(its):
+        columns = wide if its.shape == shape else its.shape[1]
         return pl.BlockSpec((tile.height, columns), lambda i, _: (i, 0))
 
     call = pl.pallas_call(
         body,
-        out_shape=[jax.ShapeDtypeStruct(its, dtype) for its in out_shapes],
+        out_shape=[jax.ShapeDtypeStruct(its.shape, its.dtype) for its in results],
         grid=(pl.cdiv(tile.rows, tile.height), chunks),
         in_specs=[
-            *[blocks(wide) for _ in rows],
+            *map(blocks, rows),
             *[pl.BlockSpec(its.shape, lambda i, _, its=its: (0,) * its.ndim) for its in arrays],
         ],
-        out_specs=[blocks(wide if its == shape else its[1]) for its in out_shapes],
+        out_specs=[*map(blocks, results)],
         compiler_params=plgpu.CompilerParams(num_warps=4 if tile.width <= BLOCK else 8),
         interpret=jax.default_backend() == "cpu",
         name=name,

@@ -16,7 +16,13 @@ def row_sum(x):
 
 
 def row_dot(x, y):
-    return row_sum(x * y)
+    wide = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, y.dtype))
+    return row_sum(x.astype(wide) * y.astype(wide))
+
+
+def scaled_and_dot(x, y, scale):
+    dot = row_dot(x, y)
+    return (x.astype(dot.dtype) * scale.astype(dot.dtype)).astype(y.dtype), dot
 
 
 def rms_norm(x, weight, eps):

@@ -75,19 +75,39 @@ def test_bits_of_a_sum_alone_are_its_own(implementation):
     np.testing.assert_array_equal(run(x)[:64], run(x[:64]))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dot_products_of_rows(dtype):
+def test_dot_products_of_rows(dtype, implementation):
     """Bits too, with the fewest rows that XLA adds up in another order."""
     x, y = normal(192, 4, 32, dtype=dtype), normal(192, 4, 32, seed=1, dtype=dtype)
-    run = jax.jit(row_dot)
+    dot = functools.partial(row_dot, implementation=implementation)
+    run = jax.jit(dot)
     found = run(x, y)
     assert found.shape == (192, 4, 1) and found.dtype == jnp.float32
     expected = (x.astype(np.float64) * y.astype(np.float64)).sum(-1, keepdims=True)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     for rows in (slice(0, 1), slice(17, 33)):
         np.testing.assert_array_equal(run(x[rows], y[rows]), found[rows])
-    for its, other in zip(pulled(row_dot, np.ones_like(found), x, y), (y, x), strict=True):
+    for its, other in zip(pulled(dot, np.ones_like(found), x, y), (y, x), strict=True):
         np.testing.assert_array_equal(its, other)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("features", "dtype"), [(96, "bfloat16"), (768, "bfloat16"), (9000, "float32")]
+)
+def test_scaled_and_dot(implementation, features, dtype):
+    """The bits of both apart."""
+    x, y = normal(70, features, dtype=dtype), normal(70, features, seed=1, dtype=dtype)
+    scale = normal(70, 1, seed=2)
+    run = jax.jit(functools.partial(api.scaled_and_dot, implementation=implementation))
+    scaled, found = run(x, y, scale)
+    assert scaled.dtype == y.dtype and found.dtype == jnp.float32
+    np.testing.assert_array_equal(scaled, (x.astype(np.float32) * scale).astype(y.dtype))
+    np.testing.assert_array_equal(found, row_dot(x, y, implementation=implementation))
+    for rows in (slice(0, 1), slice(17, 70)):
+        for part, whole in zip(run(x[rows], y[rows], scale[rows]), (scaled, found), strict=True):
+            np.testing.assert_array_equal(part, np.asarray(whole)[rows])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -337,6 +337,8 @@ def test_a_step_that_finds_no_bank_is_whole(pair):
     engine.sleep(2)
     with pytest.raises(RequestError, match="asleep"):
         trainer.optim_step(["a", "b"], 0.1)
+    with pytest.raises(RequestError, match="asleep"):
+        trainer.add_adapter("c")
     engine.wake()
     assert [info.steps for info in trainer.adapters()] == [1, 1]
     after = trainer.forward_backward(batch)
