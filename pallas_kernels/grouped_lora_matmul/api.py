@@ -52,14 +52,15 @@ def grouped_lora_matmul(
     (`sum(group_sizes) <= row < M`) are written as zeros whatever `x` holds there.
 
     Exactness: a row's bits depend on that row, its group and its slot alone, not on M, the other
-    rows, or its place among them. Isolation: a NaN or Inf in a slot reaches only that slot's rows
-    and gradients. Both hold for the gradients with respect to `x` too.
+    rows, or its place among them; `jax.vmap` over slots or group sizes makes another program of
+    it, whose bits may differ (`lax.map` does not). Isolation: a NaN or Inf in a slot reaches only
+    that slot's rows and gradients. Both hold for the gradients with respect to `x` too.
 
-    Differentiable with respect to `x` and `lora`. The base is frozen: the cotangents of `w` and
-    `bias` are zero and are never computed. Gradients of `a` and `b` rows at and past an adapter's
-    rank are what the formula gives (zero for `a` as `b` is zero there; mask them when training).
-    With an `out_dtype` the cotangent of the result is rounded to x's dtype before anything is made
-    of it.
+    Differentiable, in reverse mode, with respect to `x` and `lora`. The base is frozen: the
+    cotangents of `w` and `bias` are zero and are never computed. Gradients of `a` and `b` rows at
+    and past an adapter's rank are what the formula gives (zero for `a` as `b` is zero there; mask
+    them when training). With an `out_dtype` the cotangent of the result is rounded to x's dtype
+    before anything is made of it.
 
     Args:
       x: rows, float32 or bfloat16 (float64 with x64 enabled). Where w has another type, "xla"
@@ -114,6 +115,8 @@ def checked(
     Raises:
       See `grouped_lora_matmul`.
     """
+    if gate is not None and not isinstance(gate, Gate):
+        raise ValueError(f"gate must be a Gate, such as Gate(), or None, got {gate!r}")
     if isinstance(lora, Lora):
         raise ValueError("lora must be a tuple with an entry for each part: (Lora(...),) of one")
     parts = parts or (w.shape[1],)

@@ -28,7 +28,7 @@ from pallas_kernels.kept import map_once
 from pallas_kernels.moe_mlp.dispatch import dispatch
 from pallas_kernels.moe_mlp.experts import experts as experts_of
 from pallas_kernels.once import Once
-from pallas_kernels.routing_plan.api import check_tokens, local_groups
+from pallas_kernels.routing_plan.api import check_tokens, expert_ids, local_groups
 
 
 def moe_mlp(
@@ -84,6 +84,12 @@ def moe_mlp(
             f"experts {experts.shape} and weights {weights.shape} must both be "
             f"[{x.shape[0]}, choices], with a choice at least"
         )
+    if down.shape != (count, x.shape[1], twice // 2):
+        raise ValueError(
+            f"down must be [{count}, {x.shape[1]}, {twice // 2}], as gate_up {gate_up.shape} and x "
+            f"{x.shape} say, got {down.shape}"
+        )
+    experts = expert_ids(experts)
     check_tokens(x.shape[0], token_slots, valid)
     parts, into = (twice // 2, twice // 2), (lora_gate, lora_up)
     of_layer = gate_up, gate_up_bias, down, into, lora_down

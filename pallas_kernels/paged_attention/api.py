@@ -30,8 +30,10 @@ class PageView(NamedTuple):
     """Which positions of which request the batch's tokens are.
 
     Attributes:
-      request: the request of each token, a row of `page_tables`; -1 for padding tokens.
-      positions: the position of each token in its request.
+      request: the request of each token, a row of `page_tables`; -1, and nothing else, for padding
+        tokens.
+      positions: the position of each token in its request, from 0 on, within its page table; of
+        padding tokens anything.
       page_tables: the pages of each request, in position order; unused entries are never read.
     """
 
@@ -47,9 +49,15 @@ def write_pages(
 ) -> Float[Array, "pages page_size *features"]:
     """Stores each token's values at its position.
 
-    Padding tokens, and positions past the request's page table, write nothing. Differentiable.
+    Padding tokens, and what is outside of the page tables, write nothing. Differentiable.
+
+    Raises:
+      ValueError: values that are not those of a page's place for each token.
     """
-    return differentiable.write_pages(pages, values, view)
+    tokens = view.request.shape[0]
+    if values.shape != (tokens, *pages.shape[2:]):
+        raise ValueError(f"values must be {[tokens, *pages.shape[2:]]}, got {values.shape}")
+    return differentiable.write_pages(*_of_jax((pages, values, view)))
 
 
 def paged_attention(

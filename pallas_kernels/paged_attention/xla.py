@@ -31,7 +31,9 @@ def _slot_of_token(pages, view):
     """Each token's row of the flattened cache; past the end for what is not cached."""
     page_size = pages.shape[1]
     slot = _cache_index(view.page_tables, view.request, view.positions, page_size)
-    in_table = (view.request >= 0) & (view.positions < view.page_tables.shape[1] * page_size)
+    requests, pages_of_request = view.page_tables.shape
+    in_table = (view.request >= 0) & (view.request < requests)
+    in_table &= (view.positions >= 0) & (view.positions < pages_of_request * page_size)
     return jnp.where(in_table, slot, pages.shape[0] * page_size)
 
 

@@ -55,12 +55,13 @@ def routing_plan(
       valid: bool [tokens]; False for padding tokens, which go past the last group.
 
     Raises:
-      ValueError: shapes that do not belong together.
+      ValueError: shapes that do not belong together, or experts that are no integers.
     """
     if experts.ndim != 2 or experts.shape[1] == 0:
         raise ValueError(
             f"experts must be [tokens, choices], with a choice at least, got {experts.shape}"
         )
+    experts = expert_ids(experts)
     check_tokens(experts.shape[0], token_slots, valid)
     group = local_groups(experts, num_groups, first_group, valid)
     tokens, choices = group.shape
@@ -74,6 +75,13 @@ def routing_plan(
         row_slots=slots[order],
         group_sizes=group_sizes,
     )
+
+
+def expert_ids(experts) -> Int[Array, "tokens choices"]:
+    """In 32 bits, as the number of groups need not fit into narrower ones; raises ValueError."""
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise ValueError(f"experts must be integers, got {experts.dtype}")
+    return jnp.asarray(experts, jnp.int32)
 
 
 def check_tokens(count: int, token_slots, valid) -> None:

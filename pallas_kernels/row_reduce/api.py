@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.floats import check_floats
@@ -43,8 +44,10 @@ def row_dot(
 ) -> Float[Array, "*rows one"]:
     """`row_sum` of x · y, in float32 or what is wider.
 
-    Args and errors: see `row_sum`.
+    Args and errors: see `row_sum`; ValueError: x and y are not of one shape.
     """
+    check_floats(dict(x=x, y=y))
+    _check_shape("y", y, x.shape)
     rows = (its.reshape(-1, x.shape[-1]) for its in (x, y))
     return differentiable.row_dot(_backend(implementation), *rows).reshape(*x.shape[:-1], 1)
 
@@ -73,8 +76,10 @@ def rms_norm(
     """x / rms(x) in float32, cast back to x's dtype, times the weight in x's dtype.
 
     A `Layered` weight has no gradient. Args and errors: see `row_sum`; ValueError: x is no array of
-    floating-point numbers.
+    floating-point numbers, or the weight not of its features.
     """
+    check_floats(dict(x=x))
+    _check_shape("weight", weight, x.shape[-1:])
     rows = x.reshape(-1, x.shape[-1])
     weight = weight.astype(x.dtype)
     backend = _backend_of_norms(implementation, rows)
@@ -91,8 +96,11 @@ def add_norm(
 ) -> tuple[Float[Array, "*rows features"], Float[Array, "*rows features"]]:
     """x + more, and `rms_norm` of it.
 
-    Args and errors: see `row_sum`.
+    Args and errors: see `rms_norm`; ValueError: x and more are not of one shape.
     """
+    check_floats(dict(x=x, more=more))
+    _check_shape("more", more, x.shape)
+    _check_shape("weight", weight, x.shape[-1:])
     rows, more = (its.reshape(-1, x.shape[-1]) for its in (x, more))
     weight = weight.astype(x.dtype)
     backend = _backend_of_norms(implementation, rows)
@@ -103,11 +111,20 @@ def add_norm(
 def log_sum_exp(
     x: Float[Array, "rows features"], *, implementation: str | None = None
 ) -> Float[Array, " rows"]:
-    """log(sum(exp(x))) of float32 rows; -inf counts nothing.
+    """log(sum(exp(x))) of rows, in float32 or what is wider; -inf counts nothing.
 
-    Args and errors: see `row_sum`.
+    Args and errors: see `row_sum`; ValueError: x is not `[rows, features]`.
     """
+    check_floats(dict(x=x))
+    if x.ndim != 2:
+        raise ValueError(f"x must be [rows, features], got {x.shape}")
+    x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
     return differentiable.log_sum_exp(_backend(implementation), x)
+
+
+def _check_shape(name: str, array, expected: tuple[int, ...]) -> None:
+    if array.shape != expected:
+        raise ValueError(f"{name} must be {list(expected)}, as x says, got {list(array.shape)}")
 
 
 def _backend(implementation: str | None) -> ModuleType:
@@ -118,6 +135,5 @@ def _backend(implementation: str | None) -> ModuleType:
 
 def _backend_of_norms(implementation: str | None, rows) -> ModuleType:
     """Of rows [rows, features]: Hopper's kernels are for some numbers of features."""
-    check_floats(dict(x=rows))
     module = mosaic_gpu_module("pallas_kernels.row_reduce", implementation, rows)
     return module or _backend(implementation)

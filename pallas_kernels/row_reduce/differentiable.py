@@ -116,6 +116,7 @@ def _log_sum_exp_forward(backend, x):
 
 def _log_sum_exp_backward(backend, saved, dy):
     x, y = saved
+    y = jnp.where(y == -jnp.inf, 0, y)  # of a row of -inf alone, which has no gradient
     return (dy[:, None] * jnp.exp(x - y[:, None]),)
 
 

@@ -151,9 +151,9 @@ def _sum_exp_kernel(tile, x, maxima, totals):
     """The maximum of a chunk, and the sum of exp(x - maximum)."""
     chunk = pl.program_id(1)
     part = tile.load(x, chunk, -jnp.inf)
-    # Finite, so that features of -inf alone do not make exp(-inf + inf).
-    lowest = jnp.finfo(jnp.float32).min
-    maximum = jnp.maximum(part.max(axis=1, keepdims=True), lowest)
+    # Finite, so that features of -inf alone, or one of inf, do not make exp(-inf + inf).
+    bounds = jnp.finfo(jnp.float32)
+    maximum = jnp.clip(part.max(axis=1, keepdims=True), bounds.min, bounds.max)
     tile.store_column(maxima, maximum, chunk)
     tile.store_column(totals, jnp.exp(part - maximum).sum(axis=1, keepdims=True), chunk)
 

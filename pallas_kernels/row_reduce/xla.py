@@ -54,12 +54,14 @@ def log_sum_exp(x):
     def chunk(i, carry):
         maximum, total = carry
         part = lax.dynamic_slice_in_dim(padded, i * CHUNK, CHUNK, axis=1)
-        new_maximum = jnp.maximum(maximum, part.max(-1))
+        new_maximum = jnp.maximum(maximum, jnp.minimum(part.max(-1), largest))
         total = total * jnp.exp(maximum - new_maximum)
         below = apart(part - new_maximum[:, None])
         return new_maximum, total + row_sum(jnp.exp(below))[:, 0]
 
-    # Finite, so that a chunk of -inf alone does not make the correction exp(-inf + inf).
+    # Finite, so that a chunk of -inf alone does not make the correction exp(-inf + inf), and that
+    # an inf is one of its sum.
+    largest = jnp.finfo(x.dtype).max
     lowest = jnp.full(rows, jnp.finfo(x.dtype).min, x.dtype)
     carry = (lowest, jnp.zeros(rows, x.dtype))
     maximum, total = lax.fori_loop(0, padded.shape[1] // CHUNK, chunk, carry)

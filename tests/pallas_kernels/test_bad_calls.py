@@ -11,13 +11,17 @@ import pytest
 from pallas_kernels import (
     Lora,
     PageView,
+    add_norm,
     combine,
     grouped_lora_matmul,
+    log_sum_exp,
     moe_mlp,
     paged_attention,
     paged_latent_attention,
     rms_norm,
     routing_plan,
+    row_dot,
+    write_pages,
 )
 
 
@@ -115,6 +119,7 @@ class Layer:
         (Layer(valid=np.ones(1, bool)), "valid"),
         (Layer(experts=np.zeros(3, np.int32)), "experts"),
         (Layer(experts=np.zeros((3, 0), np.int32)), "experts"),
+        (Layer(experts=np.zeros((3, 2), np.float32)), "experts must be integers"),
     ],
 )
 def test_layers(layer, name):
@@ -126,11 +131,29 @@ def test_layers(layer, name):
 def test_plans_and_norms():
     with pytest.raises(ValueError, match="token_slots"):
         routing_plan(np.zeros((3, 2), np.int32), np.zeros(2, np.int32), 4)
-    for experts in np.zeros(3, np.int32), np.zeros((3, 0), np.int32):
+    for experts in np.zeros(3, np.int32), np.zeros((3, 0), np.int32), np.zeros((3, 2), np.float32):
         with pytest.raises(ValueError, match="experts"):
             routing_plan(experts, np.zeros(3, np.int32), 4)
     with pytest.raises(ValueError, match="floating-point"):
         rms_norm(np.ones((2, 8), np.int32), array(8), 1e-6)
+    for call, name in (
+        (lambda: rms_norm(array(2, 8), array(1), 1e-6), "weight"),
+        (lambda: add_norm(array(2, 8), array(8, 2), array(8), 1e-6), "more"),
+        (lambda: add_norm(array(2, 8), array(2, 8), array(1), 1e-6), "weight"),
+        (lambda: row_dot(array(2, 8), array(8, 2)), "y must"),
+        (lambda: row_dot(array(2, 8), array(1, 8)), "y must"),
+        (lambda: log_sum_exp(array(8)), "x must"),
+        (lambda: log_sum_exp(np.ones((2, 8), np.int32)), "floating-point"),
+        (lambda: write_pages(array(2, 4, 8), array(1, 8), VIEW), "values"),
+        (lambda: write_pages(array(2, 4, 8), array(3, 1), VIEW), "values"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            call()
+
+
+def test_gates():
+    with pytest.raises(ValueError, match="gate must be a Gate"):
+        grouped_lora_matmul(array(3, 8), array(1, 8, 8), np.array([3]), gate="silu")
 
 
 def test_adapters_come_in_a_tuple():

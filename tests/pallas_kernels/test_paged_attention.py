@@ -267,6 +267,14 @@ def test_written_values_are_read_back(page_size):
     assert np.array_equal(found, written)
 
 
+def test_what_is_outside_of_the_tables_writes_nothing():
+    """Positions before the first and past the last, and requests that have no table."""
+    request, positions = np.array([0, 0, 0, 2, -1]), np.array([-1, 4, 1, 0, 0])
+    view = PageView(request, positions, np.array([[0, 1], [2, 3]]))
+    written = write_pages(np.zeros((4, 2), np.float32), np.ones(5, np.float32), view)
+    assert np.flatnonzero(written).tolist() == [1]
+
+
 def test_written_values_take_the_dtype_of_the_pages():
     batch = make_batch("latent", [0, 2], [3, 8], dtype="bfloat16")
     values = np.full((2, LATENT), 1 + 2**-10, np.float32)

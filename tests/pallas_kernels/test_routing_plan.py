@@ -70,6 +70,16 @@ def test_every_token_is_valid_by_default():
     assert all(np.array_equal(a, b) for a, b in zip(plan, expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_narrow_experts(dtype):
+    """Numbers of groups, and of the first one, that their type has no room for."""
+    experts, slots = np.array([[3], [0], [127]], dtype), np.zeros(3, np.int32)
+    sizes = routing_plan(experts, slots, 300).group_sizes
+    assert np.flatnonzero(sizes).tolist() == [0, 3, 127]
+    later = routing_plan(experts, slots, 254, first_group=3)
+    assert np.flatnonzero(later.group_sizes).tolist() == [0, 124]
+
+
 def test_buckets_are_contiguous_and_ordered():
     experts, slots = random_routing()
     plan = planner(EXPERTS)(experts, slots, 0, np.ones(TOKENS, bool))

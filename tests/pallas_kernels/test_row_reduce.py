@@ -111,6 +111,21 @@ def test_scaled_and_dot(implementation, features, dtype):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logarithms_at_the_ends(implementation):
+    """As JAX's own; a row of -inf alone has no gradient."""
+    x = np.full((4, 10), -np.inf, np.float32)
+    x[1, 3], x[2, :2], x[3] = np.inf, (1, 2), np.arange(10)
+    run = functools.partial(log_sum_exp, implementation=implementation)
+    np.testing.assert_allclose(run(x), jax.nn.logsumexp(x, axis=1), rtol=1e-6)
+    (dx,) = pulled(run, np.ones(4, np.float32), x)
+    np.testing.assert_array_equal(dx[0], np.zeros(10))
+    np.testing.assert_allclose(dx[2:], jax.nn.softmax(x[2:], axis=1), rtol=1e-6)
+    narrow = x[2:].astype(jnp.bfloat16)
+    assert run(narrow).dtype == jnp.float32
+    np.testing.assert_array_equal(run(narrow), run(x[2:]))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", [(3, 4, 96), (2, 20000)])
 def test_add_norm_is_both_after_each_other(implementation, shape):
     """With the same bits; so are the gradients."""
