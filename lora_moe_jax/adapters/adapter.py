@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -52,12 +52,14 @@ class Adapter:
         "stacked" (3D, nothing shared), "shared_outer" (3D, outer factors shared), or "mixed".
       config: what its `adapter_config.json` said.
       on_disk: whether its factors are in a file, see `disk_copy`.
+      base_copies: base weights that came with it, by projection name: see `base_copies`.
     """
 
     pairs: Mapping[str, LoraPair]
     layout: str
     config: AdapterConfig
     on_disk: bool = False
+    base_copies: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:

@@ -42,7 +42,7 @@ _READ = {
     "lora_B_layout", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules",
     "target_parameters", "use_rslora",
 }  # fmt: skip
-_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from lora_moe_jax.adapters.config import CONFIG_FILE
+from lora_moe_jax.adapters.config import CONFIG_FILE, AdapterConfig
 from lora_moe_jax.adapters.sites import PREFIX, Site, Table, TensorName, aliases, parameter
 from lora_moe_jax.adapters.targets import Targets
 from lora_moe_jax.errors import AdapterError
@@ -47,11 +47,17 @@ def _check_targeted(site: Site, table: Table, targets: Targets, file: Path) -> N
                 key=tensor.tensor,
                 expected=f"a target in {CONFIG_FILE}: target_modules "
                 f"{_shown(config.target_modules)}, target_parameters "
-                f"{_shown(config.target_parameters)}",
+                f"{_shown(config.target_parameters)}{_but(config)}",
                 found=f"{site.target}, which is not targeted",
-                hint=f"add it to target_{'parameters' if site.packed else 'modules'}, "
-                "or remove the tensor",
+                hint=f"make it one of target_{'parameters' if site.packed else 'modules'}"
+                f"{' that is not left out' if _but(config) else ''}, or remove the tensor",
             )
+
+
+def _but(config: AdapterConfig) -> str:
+    """What leaves some targets out."""
+    keys = "exclude_modules", "layers_to_transform"
+    return "".join(f", {key} {_shown(its)}" for key in keys if (its := getattr(config, key)))
 
 
 def _check_sides(site: Site, file: Path) -> None:
@@ -121,9 +127,15 @@ def _missing(module: str, key: str, file: Path) -> AdapterError:
         key=f"{PREFIX}{module}.lora_A.weight",
         expected="lora_A and lora_B of every targeted projection",
         found="no such tensor",
-        hint="if it was not trained, say so in the config (exclude_modules, or full names); "
-        "otherwise save the adapter again",
+        hint=f"if it was not trained, say so in the config ({_how_to_exclude(module)}, or full "
+        "names); otherwise save the adapter again",
     )
+
+
+def _how_to_exclude(module: str) -> str:
+    """Of experts at once: layers whose experts are one parameter are no modules to PEFT."""
+    every = ', as ".*\\\\.mlp\\\\.experts\\\\..*" does with all experts'
+    return "exclude_modules" + (every if ".mlp.experts." in module else "")
 
 
 def _other_name(name: TensorName) -> str:

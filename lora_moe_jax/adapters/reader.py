@@ -34,6 +34,9 @@ _FOREIGN = {
 }
 
 
+_WHOLE = ("lm_head.weight", "embed_tokens.weight")
+
+
 def read_adapter(
     folder: str | os.PathLike,
     projections: Mapping[str, Projection],
@@ -70,9 +73,11 @@ def read_with_file(
     check_coverage(sites, table, targets, file.path)
     assembler = Assembler(file, table, targets, max_rank)
     pairs = assembler.pairs(sites)
+    copies = {its.name: file.read(t) for t in file.tensors if (its := table.of_base_copy(t))}
     file.check_unchanged()
     ordered = {name: pairs[name] for name in projections if name in pairs}
-    return Adapter(ordered, _layout(sites, table, file), config), file
+    adapter = Adapter(ordered, _layout(sites, table, file), config, base_copies=copies)
+    return adapter, file
 
 
 def _check_folder(folder: Path) -> None:
@@ -157,17 +162,22 @@ def find_sites(file: SafetensorsFile, table: Table, targets: Targets) -> list[Si
 
 
 def _check_base_copy(tensor: str, file: SafetensorsFile, table: Table) -> None:
-    """A copy of the base's own embedding, which PEFT adds, is skipped; all else is refused."""
-    shape = table.base_copy_shape(tensor)
-    if shape is None:
+    """Refuses all but a copy of the base's own embedding or head, which PEFT adds."""
+    projection = table.of_base_copy(tensor)
+    if projection is None:
         kind = next((text for part, text in _FOREIGN.items() if part in tensor), None)
         raise AdapterError(
             "a tensor is not known, or not for this base model", file=file.path, key=tensor,
             expected="lora_A and lora_B of projections such as "
             + ", ".join(list(table.projections)[:3]),
             found=kind or _why_unknown(tensor, table),
-            hint="check that the adapter was trained on this base model",
+            hint="merge the adapter into its base model, or train one without it" if kind else
+            "check that the adapter was trained on this base model, and that the engine was built "
+            "with slots for it (target_modules)",
         )  # fmt: skip
+    # Both weights are [vocabulary, hidden]; an embedding's input is the vocabulary.
+    shape = projection.out_features, projection.in_features
+    shape = shape[::-1] if projection.kind == "embedding" else shape
     if file.tensors[tensor].shape != shape:
         raise AdapterError(
             "the adapter was trained with another vocabulary size", file=file.path, key=tensor,
@@ -177,6 +187,8 @@ def _check_base_copy(tensor: str, file: SafetensorsFile, table: Table) -> None:
 
 def _why_unknown(tensor: str, table: Table) -> str:
     name = take_apart(tensor)
+    if name is None and tensor.endswith(_WHOLE):
+        return "a whole embedding or head, as after a change of the vocabulary"
     if name is None:
         return "not the name of a LoRA factor"
     parts = name.module.split(".")
@@ -184,7 +196,7 @@ def _why_unknown(tensor: str, table: Table) -> str:
         layers = {p.split(".")[2] for p in table.projections if p.startswith("model.layers.")}
         if number not in layers:
             return f"layer {number[:20]}, and the base model has {len(layers)} layers"
-    return f"{name.module}, which the base model does not have"
+    return f"{name.module}, which the base model does not have, or has no slots for"
 
 
 def _check_dtype(name: TensorName, file: SafetensorsFile) -> None:

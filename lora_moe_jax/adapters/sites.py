@@ -108,15 +108,11 @@ class Table:
         parts = [self.projections[part] for part in site.parts]
         return Sizes(parts[0].in_features, sum(p.out_features for p in parts), parts[0].groups)
 
-    def base_copy_shape(self, tensor: str) -> tuple[int, ...] | None:
-        """The shape of `tensor` if it is PEFT's copy of an embedding or head weight, else None."""
+    def of_base_copy(self, tensor: str) -> Projection | None:
+        """The embedding or head of which `tensor` is PEFT's copy of the weight; None of none."""
         found = _BASE_COPY.fullmatch(tensor)
         projection = self.projections.get(canonical(found[1].removeprefix(PREFIX)) if found else "")
-        if projection is None or projection.kind not in ("embedding", "head"):
-            return None
-        # Both weights are [vocabulary, hidden]; an embedding's input is the vocabulary.
-        shape = projection.out_features, projection.in_features
-        return shape[::-1] if projection.kind == "embedding" else shape
+        return projection if projection and projection.kind in ("embedding", "head") else None
 
     def _has(self, target: str) -> bool:
         return all(part in self.projections for part in Site(target).parts)

@@ -31,15 +31,19 @@ def open_folder(folder: str | os.PathLike) -> dict[str, SafetensorsFile]:
         return dict.fromkeys(file.tensors, file)
     if _exists(folder / INDEX):
         return _open_shards(folder)
-    pickled = []
+    pickled, shards = [], []
     if folder.is_dir():  # a path with a NUL is none, and cannot be searched
         pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin*"))
+        shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    hint = "pickled weights are never read: convert them to safetensors" if pickled else None
+    if shards:
+        hint = f"{INDEX}, which says where each tensor is, is missing: fetch or save it too"
     raise CheckpointError(
         "there are no weights that can be read",
         file=folder,
         expected=f"{SINGLE} or {INDEX}",
-        found=", ".join(pickled) or "neither",
-        hint="pickled weights are never read: convert them to safetensors" if pickled else None,
+        found=", ".join((shards or pickled)[:8]) or "neither",
+        hint=hint,
     )
 
 

@@ -26,6 +26,7 @@ from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.errors import CheckpointError
 
 UINT8 = ("U8",)
+TIED_ROWS = 4096  # of two matrices that are compared, at a time
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.+)")
 Files = dict[str, SafetensorsFile]
 Shape = tuple[int, ...]
@@ -223,12 +224,33 @@ def _common_dtype(name: str, parts: Pieces, folder: os.PathLike) -> np.dtype:
     return dtypes.pop()
 
 
+def _check_tied(files: dict[str, SafetensorsFile], head: str, embedding: str) -> None:
+    """Raises CheckpointError if they are two matrices. Missing ones are found missing later."""
+    if embedding not in files:
+        return
+    one, other = files[head].view(head), files[embedding].view(embedding)
+    rows = range(0, len(other), TIED_ROWS)
+    if one.shape != other.shape or any(
+        (one[at : at + TIED_ROWS] != other[at : at + TIED_ROWS]).any() for at in rows
+    ):
+        raise CheckpointError(
+            "the embeddings are tied, and the head is another matrix",
+            file=files[head].path,
+            key=head,
+            expected=f"the values of {embedding}",
+            found="others",
+            hint="set tie_word_embeddings to false to use this head, as transformers 5 does; or "
+            "remove the tensor to use the embedding, as transformers 4 does",
+        )
+
+
 def _drop_ignored(files: dict[str, SafetensorsFile], config: ModelConfig) -> None:
     """Drops what a checkpoint may have beyond the model.
 
-    That is the head of a model with tied embeddings (transformers ties anyway), the rotary
-    frequencies that old checkpoints store, and multi-token-prediction layers, which follow the
-    decoder layers. A further layer that is a plain decoder layer is not one of those: then the
+    That is the head of a model with tied embeddings, if it is the embedding, the rotary frequencies
+    that old checkpoints store, and multi-token-prediction layers, which follow the decoder layers.
+    Of a head that is another matrix transformers 4 makes nothing, and transformers 5 the head. A
+    further layer that is a plain decoder layer is not one of those: then the
     configuration is of a shorter model, which would load and answer nonsense.
     """
     extra: dict[int, list[tuple[str, str]]] = {}
@@ -237,6 +259,7 @@ def _drop_ignored(files: dict[str, SafetensorsFile], config: ModelConfig) -> Non
         if name.endswith(".rotary_emb.inv_freq"):
             del files[name]
         elif name == "lm_head.weight" and config.tie_word_embeddings:
+            _check_tied(files, name, "model.embed_tokens.weight")
             del files[name]
         elif layer and int(layer[1]) >= config.num_layers:
             extra.setdefault(int(layer[1]), []).append((name, layer[2]))

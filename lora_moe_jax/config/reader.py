@@ -7,6 +7,7 @@ would change the model and is not supported is refused; fields that change nothi
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from lora_moe_jax.config.defaults import DEFAULTS
@@ -58,6 +59,7 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
             hint="models are not downloaded: fetch it first (`hf download`), and pass its folder",
         )
     file = path / "config.json" if path.is_dir() else path
+    _check_is_there(file)
     values = read_json_object(file, ConfigError)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -67,15 +69,28 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
     fields = Fields(values, file, DEFAULTS[model_type])
     _check_quantization(fields, model_type)
     fields.only("hidden_act", "silu")
-    if model_type == "gpt_oss":
-        return _read_gpt_oss(fields, model_type)
-    if FAMILIES[model_type].startswith("qwen3"):
-        return _read_qwen(fields, model_type)
-    return _read_deepseek(fields, model_type)
+    read = {"qwen3": _read_qwen, "qwen3_moe": _read_qwen, "gpt_oss": _read_gpt_oss}
+    config = read.get(FAMILIES[model_type], _read_deepseek)(fields, model_type)
+    # With yarn a model goes on past the positions that it is said to have, as in vLLM.
+    stretched = int(config.rope.factor * config.rope.original_max_position)
+    return replace(config, max_position=max(config.max_position, stretched))
+
+
+def _check_is_there(file: Path) -> None:
+    """Raises ConfigError with a hint for folders that are often taken for a model's."""
+    hints = {
+        "snapshots": "this is the cache's folder of a model: pass one of those in snapshots",
+        "adapter_config.json": "this is an adapter: pass the folder of its base model",
+    }
+    found = [hint for name, hint in hints.items() if (file.parent / name).exists()]
+    if found and not file.exists():
+        raise ConfigError(
+            "this is no model folder", file=file.parent, expected="config.json", hint=found[0]
+        )
 
 
 def _check_quantization(fields: Fields, model_type: str) -> None:
-    hint = "use the unquantised checkpoint of this model"
+    hint = "convert the weights to bfloat16 first, or use a checkpoint of this model that has them"
     fields.only("compression_config", None, hint=hint)
     if model_type != "gpt_oss" or not fields.has("quantization_config"):
         fields.only("quantization_config", None, hint=hint)

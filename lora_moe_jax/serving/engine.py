@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from lora_moe_jax.adapters import Adapter, LoraPair, check_name, read_adapter
 from lora_moe_jax.adapters.bank import KvBLora
+from lora_moe_jax.adapters.base_copies import without_copies
 from lora_moe_jax.adapters.check import check_adapter
 from lora_moe_jax.adapters.device_params import DeviceParams
 from lora_moe_jax.adapters.disk_copy import on_disk
@@ -219,7 +220,7 @@ class Engine:
         engine = cls.from_model(model, codec, options, mesh=mesh, progress=progress)
         engine.folder = os.fspath(folder)
         for name, adapter in read.items():
-            engine._add_adapter(name, engine.bank.fitted(adapter))
+            engine._add_adapter(name, engine._fitted(adapter))
         return engine
 
     @classmethod
@@ -397,6 +398,12 @@ class Engine:
                 expected="a path or an Adapter",
                 found=type(source).__name__,
             )
+        return self._fitted(adapter)
+
+    def _fitted(self, adapter: Adapter) -> Adapter:
+        """As a slot has room for it, without the base weights that came with it."""
+        if adapter.base_copies:
+            adapter = without_copies(adapter, self.arrays.on_base())
         return self.bank.fitted(adapter)
 
     @uninterrupted()

@@ -12,7 +12,7 @@ from pathlib import Path
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 from tokenizers.processors import TemplateProcessing
 
@@ -20,6 +20,7 @@ from lora_moe_jax.errors import CheckpointError, RequestError
 from lora_moe_jax.strict_json import read_json_object
 
 TOKENIZER_FILE = "tokenizer.json"
+_TOKEN_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 # What a template raises by itself, and what its expressions raise on messages of another shape.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError)
 
@@ -60,6 +61,7 @@ class TextCodec:
         template = settings.get("chat_template")
         if (jinja_file := Path(folder) / "chat_template.jinja").is_file():
             template = _read_template(jinja_file)
+        _add_tokens(tokenizer, settings.get("added_tokens_decoder"), file)
         # A special token is its text, or an object that has it as "content".
         contents = {
             key: value.get("content") if isinstance(value, dict) else value
@@ -164,6 +166,30 @@ def _default_of(templates) -> str | None:
         named = [its for its in templates if isinstance(its, dict)]
         templates = {its.get("name"): its.get("template") for its in named}.get("default")
     return templates if isinstance(templates, str) else None
+
+
+def _add_tokens(tokenizer: Tokenizer, added: object, file: Path) -> None:
+    """Tokens that tokenizer_config.json alone has, as transformers adds them."""
+    if not isinstance(added, Mapping):
+        return
+    lacking = {
+        int(number): its
+        for number, its in added.items()
+        if number.isdecimal() and isinstance(its, Mapping) and isinstance(its.get("content"), str)
+        if tokenizer.token_to_id(its["content"]) is None
+    }
+    for number, its in sorted(lacking.items()):
+        flags = {key: bool(its[key]) for key in _TOKEN_FLAGS if key in its}
+        tokenizer.add_tokens([AddedToken(its["content"], **flags)])
+        if tokenizer.token_to_id(its["content"]) != number:
+            raise CheckpointError(
+                "a token of tokenizer_config.json does not fit behind those of tokenizer.json",
+                file=file.with_name("tokenizer_config.json"),
+                key=f"added_tokens_decoder[{number}]",
+                expected=f"{its['content']!r} to be the token {number}",
+                found=tokenizer.token_to_id(its["content"]),
+                hint="save the tokenizer again, or fetch both files again",
+            )
 
 
 def _add_llama_ends(tokenizer: Tokenizer, settings: Mapping, tokens: Mapping[str, str]) -> None:

@@ -110,6 +110,7 @@ bad_config("trainable_tokens", "trainable_token_indices", ("5",), trainable_toke
 bad_config("layer_replication", "layer_replication", ("renumbered",), layer_replication=[[0, 2]])
 bad_config("pissa", "init_lora_weights", ("pissa_niter_4",), init_lora_weights="pissa_niter_4")
 bad_config("olora", "init_lora_weights", ("olora",), init_lora_weights="olora")
+bad_config("lora_ga", "init_lora_weights", ("lora_ga",), init_lora_weights="lora_ga")
 bad_config("loftq", "init_lora_weights", ("loftq",), init_lora_weights="loftq")
 bad_config("alora", "alora_invocation_tokens", ("tokens",), alora_invocation_tokens=[1, 2])
 bad_config("qalora", "use_qalora", ("pooled",), use_qalora=True)
@@ -135,13 +136,18 @@ bad_config("layers_negative", "layers_to_transform", ("-1",), layers_to_transfor
 bad_config("layers_pattern_alone", "layers_pattern", (), layers_pattern="layers")
 bad_config("b_layout_unknown", "lora_B_layout", ("zigzag",), lora_B_layout="zigzag")
 bad_config("too_few_targets", "gate_proj", ("not target",), target_modules=["o_proj"])
-bad_config("too_few_layers", "layers.", ("not target",), layers_to_transform=[1, 2])
+bad_config(
+    "too_few_layers",
+    "layers.",
+    ("not target", "layers_to_transform [1, 2]"),
+    layers_to_transform=[1, 2],
+)
 bad_config(
     "too_many_targets", "kv_b_proj", ("no tensors",),
     target_modules=["gate_proj", "up_proj", "down_proj", "o_proj", "kv_b_proj"],
 )  # fmt: skip
 bad_config("all_linear_attention_missing", "q_a_proj", ("all",), target_modules="all-linear")
-bad_config("excluded_but_there", "o_proj", ("not target",), exclude_modules=["o_proj"])
+bad_config("excluded_but_there", "o_proj", ("not target", "left out"), exclude_modules=["o_proj"])
 bad_config(
     "packed_parameter_unnamed", "experts", ("not target",), source="experts",
     target_parameters=["experts.down_proj"],
@@ -324,7 +330,7 @@ def expert_number_spelt_oddly(tensors):
     _copied(tensors, f"{EXPERTS}.7.", f"{EXPERTS}.007.")
 
 
-@bad_tensors(key="lora_magnitude_vector", says=("DoRA",))
+@bad_tensors(key="lora_magnitude_vector", says=("DoRA", "merge"))
 def tensor_of_dora(tensors):
     tensors[f"{O_PROJ}.lora_magnitude_vector"] = np.ones(64, np.float32)
 
@@ -334,7 +340,7 @@ def tensor_of_bias(tensors):
     tensors[f"{O_PROJ}.lora_B.bias"] = np.ones(64, np.float32)
 
 
-@bad_tensors(key="lm_head.weight")
+@bad_tensors(key="lm_head.weight", says=("whole embedding or head",))
 def tensor_of_full_head(tensors):
     tensors[f"{P}lm_head.weight"] = np.ones((256, 64), np.float32)
 
@@ -370,7 +376,7 @@ def projection_missing(tensors):
         del tensors[f"{O_PROJ}.lora_{side}.weight"]
 
 
-@bad_tensors(key="experts.6.down_proj", says=("no tensors",))
+@bad_tensors(key="experts.6.down_proj", says=("no tensors", r".*\\.mlp\\.experts\\..*"))
 def expert_missing(tensors):
     for side in "AB":
         del tensors[f"{EXPERTS}.6.down_proj.lora_{side}.weight"]

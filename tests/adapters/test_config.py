@@ -109,7 +109,7 @@ def test_null_false_and_empty_mean_nothing():
         "f",
     )  # fmt: skip
     assert config == AdapterConfig(target_modules=("q_proj",))
-    for init in (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga"):
+    for init in (True, False, "gaussian", "eva", "orthogonal", "mica"):
         parse_config({"target_modules": ["q"], "init_lora_weights": init}, "f")
 
 

@@ -192,10 +192,29 @@ def test_unaligned_data(tmp_path, dtype):
             assert part.tobytes() == whole.tobytes()
 
 
+def test_shards_without_their_index(tmp_path):
+    folder = copy_base(tmp_path, "qwen3")
+    (folder / raw.SINGLE).rename(folder / "model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match="is missing: fetch") as caught:
+        open_checkpoint(folder)
+    assert caught.value.found == "model-00001-of-00001.safetensors"
+
+
 def test_tied_head_is_ignored(tmp_path):
     folder = copy_base(tmp_path, "qwen3")
-    edit(folder, **{"lm_head.weight": ("F32", [256, 64], bytes(256 * 64 * 4))})
+    embedding = raw.load(folder / raw.SINGLE)["model.embed_tokens.weight"]
+    edit(folder, **{"lm_head.weight": embedding})
     assert "lm_head.weight" not in open_checkpoint(folder).names()
+
+
+def test_a_head_of_its_own_is_no_tied_one(tmp_path):
+    folder = copy_base(tmp_path, "qwen3")
+    edit(folder, **{"lm_head.weight": ("F32", [256, 64], bytes(256 * 64 * 4))})
+    with pytest.raises(CheckpointError, match="the head is another matrix") as caught:
+        open_checkpoint(folder)
+    assert caught.value.key == "lm_head.weight"
+    edit_config(folder, tie_word_embeddings=False)
+    assert not open_checkpoint(folder).read("lm_head.weight").any()
 
 
 def test_prediction_layers_and_buffers_are_ignored(tmp_path):

@@ -176,6 +176,25 @@ def test_yarn_takes_the_original_length_from_the_model(tmp_path):
     assert (rope.original_max_position, rope.beta_fast, rope.mscale) == (512, 32.0, 0.0)
 
 
+def test_yarn_goes_on_past_the_positions_of_the_model(tmp_path):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 300}
+    assert read(tmp_path, QWEN3).max_position == 512
+    assert read(tmp_path, QWEN3 | {"rope_scaling": scaling}).max_position == 1200
+    scaling["factor"] = 1.5
+    assert read(tmp_path, QWEN3 | {"rope_scaling": scaling}).max_position == 512
+
+
+@pytest.mark.parametrize(
+    ("inside", "hint"), [("snapshots", "snapshots"), ("adapter_config.json", "an adapter")]
+)
+def test_folders_that_are_taken_for_a_models(tmp_path, inside, hint):
+    (tmp_path / inside).mkdir()
+    with pytest.raises(ConfigError, match=hint) as caught:
+        read_config(tmp_path)
+    assert caught.value.file == str(tmp_path)
+    read(tmp_path, QWEN3)  # with a config.json it is one
+
+
 def test_theta_of_rope_parameters_wins(tmp_path):
     values = QWEN3 | {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}}
     assert read(tmp_path, values).rope.theta == 5e5

@@ -266,6 +266,22 @@ def test_the_default_of_several_templates(tmp_path):
         TextCodec.from_folder(tmp_path).chat([])
 
 
+def test_tokens_of_the_configuration_alone(tmp_path):
+    """They follow those of tokenizer.json; text around them is as without them."""
+    added = {
+        "256": {"content": SPECIAL, "special": True},
+        "258": {"content": "<b>", "special": False},
+        "257": {"content": "<a>", "special": True},
+    }
+    codec = TextCodec.from_folder(write(tmp_path, added_tokens_decoder=added))
+    assert codec.encode("x<a>y<b>") == [*CODEC.encode("x"), 257, *CODEC.encode("y"), 258]
+    assert codec.decode([257, 258]) == "<b>"
+    write(tmp_path, added_tokens_decoder={"300": {"content": "<a>"}})
+    with pytest.raises(CheckpointError, match="does not fit") as caught:
+        TextCodec.from_folder(tmp_path)
+    assert caught.value.key == "added_tokens_decoder[300]"
+
+
 @pytest.mark.parametrize(
     ("file", "data"),
     [
