@@ -111,6 +111,9 @@ class AsyncEngine:
     ) -> DeltaStream:
         """`Engine.stream`: all requests are taken, or none. Use the result with `with`.
 
+        Texts become tokens beside the engine's steps: a call with a long one comes after those
+        whose tokens are there before.
+
         Raises:
           RequestError: at once; a request cannot be served, or (QueueFullError) not now.
         """
