@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from lora_moe_jax.checkpoint import interleaved, mxfp4
+from lora_moe_jax.checkpoint import fp8, interleaved, mxfp4
 from lora_moe_jax.checkpoint.folder import open_folder
 from lora_moe_jax.checkpoint.names import (
     expected_tensors,
@@ -31,7 +31,8 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.+)")
 Files = dict[str, SafetensorsFile]
 Shape = tuple[int, ...]
 # Of a stacked tensor: one for each expert, of it one for each projection.
-Pieces = list[tuple[np.ndarray | mxfp4.Mxfp4Matrix, ...]]
+Matrix = np.ndarray | mxfp4.Mxfp4Matrix | fp8.Fp8Matrix
+Pieces = list[tuple[Matrix, ...]]
 _DECODER_MODULES = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
 
 
@@ -50,7 +51,7 @@ class Checkpoint:
         self,
         folder: Path,
         infos: Mapping[str, TensorInfo],
-        parts: Mapping[str, np.ndarray | Pieces],
+        parts: Mapping[str, Matrix | Pieces],
     ):
         """Use `open`. `parts` has a view of the file for each tensor, or one for each piece."""
         self.folder = folder
@@ -117,7 +118,7 @@ class Checkpoint:
         # The selected positions of each dimension.
         chosen = [range(size)[part] for part, size in zip(index, info.shape, strict=True)]
         result = np.empty([len(positions) for positions in chosen], dtype or info.dtype)
-        if isinstance(parts, np.ndarray):
+        if not isinstance(parts, list):
             _copy(result, parts[index])
             return result
         # [E, 2, I, H] from 2D pieces for gate and up; [E, H, I] from one piece per expert.
@@ -135,15 +136,26 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
         np.copyto(target, source, casting="unsafe")
 
 
-def _plain(files: Files, name: str, shape: Shape, folder: os.PathLike) -> np.ndarray | Pieces:
+def _plain(files: Files, name: str, shape: Shape, folder: os.PathLike) -> Matrix | Pieces:
     """Takes a canonical tensor out of `files`, whole or in pieces."""
     if is_stacked(name) and name not in files:
         return [
-            tuple(_take(files, piece, shape[-2:], folder) for piece in pieces)
+            tuple(_take_matrix(files, piece, shape[-2:], folder) for piece in pieces)
             for pieces in per_expert_names(name, shape[0])
         ]
-    stored = fused_shape(name, shape) if is_stacked(name) else shape
-    return _take(files, name, stored, folder).reshape(shape)
+    if is_stacked(name):
+        return _take(files, name, fused_shape(name, shape), folder).reshape(shape)
+    return _take_matrix(files, name, shape, folder)
+
+
+def _take_matrix(files: Files, name: str, shape: Shape, folder: os.PathLike) -> Matrix:
+    """Takes a tensor that is in 8 bits if it has scales."""
+    if name + fp8.SCALES not in files:
+        return _take(files, name, shape, folder)
+    weight = _take(files, name, shape, folder, fp8.WEIGHT_DTYPES)
+    blocks = fp8.scales_shape(shape)
+    scales = _take(files, name + fp8.SCALES, blocks, folder, fp8.SCALE_DTYPES)
+    return fp8.Fp8Matrix(weight.view(np.uint8), scales.astype(np.float32))
 
 
 def _interleaved(files: Files, name: str, shape: Shape, folder: os.PathLike) -> np.ndarray | Pieces:
@@ -196,7 +208,7 @@ def _take(
             key=name,
             expected=" or ".join(dtypes),
             found=stored.dtype,
-            hint="quantised weights are not supported" if "F8" in stored.dtype else None,
+            hint=f"FP8 weights need scales, {name}{fp8.SCALES}" if "F8" in stored.dtype else None,
         )
     if stored.shape != shape:
         raise CheckpointError(

@@ -46,6 +46,8 @@ NUMPY_DTYPES = {
     "I64": np.dtype(np.int64),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }

@@ -10,6 +10,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from lora_moe_jax.checkpoint import fp8
 from lora_moe_jax.config.defaults import DEFAULTS
 from lora_moe_jax.config.fields import Fields
 from lora_moe_jax.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig
@@ -90,14 +91,20 @@ def _check_is_there(file: Path) -> None:
 
 
 def _check_quantization(fields: Fields, model_type: str) -> None:
+    """Raises ConfigError for quantised weights of a format that is not read into others."""
     hint = "convert the weights to bfloat16 first, or use a checkpoint of this model that has them"
     fields.only("compression_config", None, hint=hint)
-    if model_type != "gpt_oss" or not fields.has("quantization_config"):
-        fields.only("quantization_config", None, hint=hint)
+    if not fields.has("quantization_config"):
         return
     section = fields.section("quantization_config", {})
-    if section.get("quant_method", "'mxfp4'") != "mxfp4":
-        raise section.error("a value is not supported", "quant_method", "'mxfp4'", hint)
+    method = "mxfp4" if model_type == "gpt_oss" else "fp8"
+    if section.get("quant_method", repr(method)) != method:
+        raise section.error("a value is not supported", "quant_method", repr(method), hint)
+    if method == "fp8":
+        section.only("fmt", "e4m3", hint=hint)
+        if section.get("weight_block_size", "two sizes") != [fp8.BLOCK, fp8.BLOCK]:
+            blocks = f"[{fp8.BLOCK}, {fp8.BLOCK}]"
+            raise section.error("a value is not supported", "weight_block_size", blocks, hint)
 
 
 def _read_qwen(fields: Fields, model_type: str) -> ModelConfig:

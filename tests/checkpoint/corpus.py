@@ -352,7 +352,7 @@ def index_not_json(folder):
 
 
 # ------------------------------------------------------------------------------------ config.json
-@breaks("config.json", "quantization_config")
+@breaks("config.json", "quantization_config.weight_block_size")
 def quantized(folder):
     edit_config(folder, quantization_config={"quant_method": "fp8"})
 

@@ -176,6 +176,12 @@ def test_yarn_takes_the_original_length_from_the_model(tmp_path):
     assert (rope.original_max_position, rope.beta_fast, rope.mscale) == (512, 32.0, 0.0)
 
 
+def test_blocks_of_8_bits_are_read_into_others(tmp_path):
+    """So the configuration is that of other weights."""
+    quantized = DEEPSEEK_V3 | {"quantization_config": DEEPSEEK_V3_QUANTIZATION}
+    assert read(tmp_path, quantized) == read(tmp_path, DEEPSEEK_V3)
+
+
 def test_yarn_goes_on_past_the_positions_of_the_model(tmp_path):
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 300}
     assert read(tmp_path, QWEN3).max_position == 512
@@ -260,7 +266,21 @@ BAD = {
     "no model type": (QWEN3, {"model_type": ABSENT}, "model_type"),
     "model type is a list": (QWEN3, {"model_type": ["qwen3"]}, "model_type"),
     "activation": (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
-    "quantized": (V3, {"quantization_config": DEEPSEEK_V3_QUANTIZATION}, "quantization_config"),
+    "quantized otherwise": (
+        V3, {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method",
+    ),
+    "other 8 bits": (
+        V3, {"quantization_config": DEEPSEEK_V3_QUANTIZATION | {"fmt": "e5m2"}},
+        "quantization_config.fmt",
+    ),
+    "other blocks": (
+        MOE, {"quantization_config": DEEPSEEK_V3_QUANTIZATION | {"weight_block_size": [64, 64]}},
+        "quantization_config.weight_block_size",
+    ),
+    "no blocks": (
+        MOE, {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config.weight_block_size",
+    ),
     "compressed": (MOE, {"compression_config": {}}, "compression_config"),
     "no hidden size": (QWEN3, {"hidden_size": ABSENT}, "hidden_size"),
     "no vocabulary": (MOE, {"vocab_size": ABSENT}, "vocab_size"),
@@ -341,7 +361,8 @@ BAD = {
     ),
     "no method": (GPT_OSS, {"quantization_config": {}}, "quantization_config.quant_method"),
     "4 bits of another family": (
-        MOE, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config",
+        MOE, {"quantization_config": {"quant_method": "mxfp4"}},
+        "quantization_config.quant_method",
     ),
     "two numbers of choices": (GPT_OSS, {"experts_per_token": 8}, "num_experts_per_tok"),
     "no gpt-oss experts": (GPT_OSS, {"num_local_experts": ABSENT}, "num_local_experts"),
