@@ -38,8 +38,10 @@ from lora_moe_jax.training import (
     run_grpo,
     run_sft,
 )
+from lora_moe_jax.version import __version__
 
 __all__ = [
+    "__version__",
     "Adapter",
     "AdapterError",
     "AsyncEngine",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from lora_moe_jax.commands import bench, demo, generate, inspect, rl, score, serve, train
 from lora_moe_jax.commands.console import plain_console
 from lora_moe_jax.errors import LoraMoeError
+from lora_moe_jax.version import __version__
 
 DESCRIPTION = "Train and serve many LoRA adapters at once over one Mixture-of-Experts base model."
 COMMANDS = (demo, generate, score, serve, train, rl, inspect, bench)
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lora-moe-jax", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)

@@ -8,6 +8,7 @@ import shutil
 import jax
 import pytest
 
+import lora_moe_jax
 from lora_moe_jax.cli import main
 from lora_moe_jax.commands import demo
 from lora_moe_jax.commands.options import dtype_of, mesh_sizes, ranks
@@ -69,6 +70,13 @@ def test_a_mesh_of_more_devices_than_there_are(capsys):
     message = capsys.readouterr().err
     assert "the mesh has more devices than there are" in message and "1000" in message
     assert "JAX_NUM_CPU_DEVICES" in message
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"lora-moe-jax {lora_moe_jax.__version__}\n"
 
 
 def test_inspect(capsys):

@@ -97,8 +97,9 @@ def _save(
         _check_replaceable(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         new.mkdir()
-        save_file(tensors, new / TENSOR_FILE, metadata)
         (new / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+        save_file(tensors, new / TENSOR_FILE, metadata)
+        shutil.copymode(new / CONFIG_FILE, new / TENSOR_FILE)  # the library keeps others out
         _replace(folder, new, old)
     except (OSError, SafetensorError) as error:
         raise AdapterError("the adapter cannot be written", file=folder, found=error) from error

@@ -50,9 +50,10 @@ def rotate_and_cache(
       cached.
 
     Raises:
-      ValueError: one weight without the other.
+      ValueError: one weight without the other, or shapes that do not belong together.
       NotImplementedError: an implementation that does not exist or cannot serve these shapes.
     """
+    check_heads(heads, cos, sin, k_pages, v_pages)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight and k_weight: queries and keys are normed, or neither are")
     return differentiable.rotate_and_cache(
@@ -72,8 +73,38 @@ def rotate(
 
     Interleaved pairs (2j, 2j + 1) come out de-interleaved, as DeepSeek-V3 writes them; scores do
     not depend on the order as queries and keys share it.
+
+    Raises:
+      ValueError: the width is odd, or there is no angle for each token and pair.
     """
+    check_angles(x.shape[0], x.shape[-1], cos, sin)
     return xla.rotate(x, cos, sin, interleaved)
+
+
+def check_heads(heads, cos, sin, k_pages, v_pages) -> None:
+    """Raises ValueError unless these are arguments of `rotate_and_cache`."""
+    if heads.ndim != 3 or k_pages.ndim != 4 or k_pages.shape != v_pages.shape:
+        raise ValueError(
+            "heads must be [tokens, all_heads, width], k_pages and v_pages [pages, page_size, "
+            f"kv_heads, width], got {heads.shape}, {k_pages.shape} and {v_pages.shape}"
+        )
+    tokens, count, width = heads.shape
+    if k_pages.shape[3] != width or count <= 2 * k_pages.shape[2]:
+        raise ValueError(
+            f"heads must be more than twice {k_pages.shape[2]}, as many as k_pages has, and as "
+            f"wide as these, {k_pages.shape[3]}, got {heads.shape}"
+        )
+    check_angles(tokens, width, cos, sin)
+
+
+def check_angles(tokens: int, width: int, cos, sin) -> None:
+    """Raises ValueError unless there is an angle for each token and pair of features."""
+    if width % 2:
+        raise ValueError(f"features are rotated in pairs, got a width of {width}")
+    for name, array in dict(cos=cos, sin=sin).items():
+        if array.shape != (tokens, width // 2):
+            expected = [tokens, width // 2]
+            raise ValueError(f"{name} must be {expected}, got {list(array.shape)}")
 
 
 def _backend(implementation: str | None, heads, k_pages, v_pages) -> ModuleType:

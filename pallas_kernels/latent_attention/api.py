@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.grouped_lora_matmul.lora import Slots
 from pallas_kernels.latent_attention import differentiable
 from pallas_kernels.paged_attention.api import PageView
+from pallas_kernels.routing_plan.api import check_tokens
 
 
 class KvB(NamedTuple):
@@ -57,6 +58,20 @@ def latent_attention(
     Raises:
       ValueError: shapes that do not belong together.
     """
+    _check(q_nope, latent_pages, kv_b, token_slots)
     return differentiable.latent_attention(
         scale, q_nope, q_rope, latent_pages, rope_pages, view, kv_b, token_slots
     )
+
+
+def _check(q_nope, latent_pages, kv_b: KvB, token_slots) -> None:
+    """Raises ValueError unless kv_b and slots belong to queries and latents."""
+    tokens, heads, nope = q_nope.shape
+    latent = latent_pages.shape[-1]
+    expected = (heads, latent, nope), (heads, kv_b.v_up.shape[1], latent)
+    for name, array, shape in zip(("k_up", "v_up"), kv_b[:2], expected, strict=True):
+        if array.shape != shape:
+            raise ValueError(f"kv_b.{name} must be {list(shape)}, got {list(array.shape)}")
+    if (kv_b.key_lora is None) != (kv_b.value_lora is None):
+        raise ValueError("kv_b.key_lora and value_lora: both have adapters, or neither has")
+    check_tokens(tokens, token_slots, None)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels.head_rotation.api import check_angles
 from pallas_kernels.implementation import check_known, implementation_module
 from pallas_kernels.latent_rotation import differentiable, xla
 from pallas_kernels.paged_attention.api import PageView
@@ -63,13 +64,27 @@ def rotate_and_cache_latents(
       tokens, and positions past the page table, are not cached.
 
     Raises:
+      ValueError: shapes that do not belong together.
       NotImplementedError: an implementation that does not exist or cannot serve these shapes.
     """
     latent, half = latent_pages.shape[-1], cos.shape[-1]
+    check_angles(q.array.shape[0], 2 * half, cos, sin)
+    _check_columns("q", q, heads * (nope + 2 * half))
+    _check_columns("kv", kv, latent + 2 * half)
+    if rope_pages.shape[-1] < 2 * half:
+        raise ValueError(f"rope_pages must have {2 * half} columns, got {rope_pages.shape}")
     sizes = Sizes(q.first, kv.first, heads, nope, latent, half, interleaved, eps)
     backend = _backend(implementation, sizes, rope_pages)
     arrays = q.array, kv.array, weight.astype(kv.array.dtype), cos, sin, latent_pages, rope_pages
     return differentiable.rotate_and_cache_latents(backend, sizes, *arrays, view)
+
+
+def _check_columns(name: str, of: ColumnsOf, count: int) -> None:
+    array, first = of
+    if array.ndim != 2 or first < 0 or first + count > array.shape[1]:
+        raise ValueError(
+            f"{name} must have {count} columns from the first, {first}, on, got {array.shape}"
+        )
 
 
 class Sizes(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.head_rotation.api import rotate_and_cache
+from pallas_kernels.head_rotation.api import check_heads, rotate_and_cache
 from pallas_kernels.implementation import (
     implementation_module,
     platform_implementation,
@@ -60,6 +60,7 @@ def rotated_attention(
     Raises:
       ValueError, NotImplementedError: see both.
     """
+    check_heads(heads, cos, sin, k_pages, v_pages)
     static = _Static(eps, scale, sliding_window, implementation)
     apart = functools.partial(_apart, static)
     arguments = heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, sinks

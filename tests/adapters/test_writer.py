@@ -253,6 +253,17 @@ def test_packed_layout_refuses_what_it_cannot_hold(tmp_path):
 
 
 # ---- the folder ----------------------------------------------------------------------------------
+def test_others_may_read_what_is_written(tmp_path):
+    """As much as any other new file of the process."""
+    before = os.umask(0o022)
+    try:
+        write_adapter(tmp_path / "a", *small_adapter())
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "a").iterdir()}
+    assert modes == {CONFIG: 0o644, TENSORS: 0o644}
+
+
 def test_an_adapter_is_replaced_and_other_folders_are_not(tmp_path):
     adapter, projections = small_adapter()
     other, _ = small_adapter(a=np.full((1, 2, 6), 7, np.float32))

@@ -9,16 +9,23 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    ColumnsOf,
+    KvB,
     Lora,
     PageView,
     add_norm,
     combine,
     grouped_lora_matmul,
+    latent_attention,
     log_sum_exp,
     moe_mlp,
     paged_attention,
     paged_latent_attention,
     rms_norm,
+    rotate,
+    rotate_and_cache,
+    rotate_and_cache_latents,
+    rotated_attention,
     routing_plan,
     row_dot,
     write_pages,
@@ -174,3 +181,90 @@ def test_groups_slots_and_wide_adapters():
     for lora, message in (none, "a slot"), (wide[0], "lora.a is float64"), (wide[1], "scaling is"):
         with pytest.raises(ValueError, match=message):
             grouped_lora_matmul(x, array(1, 8, 8), np.array([3]), slots, (lora,))
+
+
+ROTATED = dict(
+    heads=array(3, 8, 16),
+    q_weight=None,
+    k_weight=None,
+    cos=array(3, 8),
+    sin=array(3, 8),
+    k_pages=array(2, 4, 2, 16),
+    v_pages=array(2, 4, 2, 16),
+    view=VIEW,
+    eps=1e-6,
+)
+
+
+@pytest.mark.parametrize(
+    "changed, name",
+    [
+        (dict(cos=array(1, 8)), "cos must be"),
+        (dict(cos=array(3, 16)), "cos must be"),
+        (dict(sin=array(3, 1)), "sin must be"),
+        (dict(heads=array(3, 4, 16)), "heads must be more"),
+        (dict(heads=array(3, 8, 8)), "heads must be more"),
+        (dict(heads=array(3, 128)), "heads must be"),
+    ],
+)
+def test_rotated_heads(changed, name):
+    with pytest.raises(ValueError, match=name):
+        rotate_and_cache(**ROTATED | changed)
+    with pytest.raises(ValueError, match=name):
+        rotated_attention(**ROTATED | changed, scale=0.25)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 1), (3, 8)])
+def test_angles(shape):
+    with pytest.raises(ValueError, match="cos must be"):
+        rotate(array(3, 2, 8), array(*shape), array(3, 4))
+    with pytest.raises(ValueError, match="pairs"):
+        rotate(array(3, 2, 7), array(3, 3), array(3, 3))
+
+
+@pytest.mark.parametrize(
+    "changed, name",
+    [
+        (dict(q=ColumnsOf(array(3, 31))), "q must have 32 columns"),
+        (dict(kv=ColumnsOf(array(3, 24), 1)), "kv must have 24 columns"),
+        (dict(kv=ColumnsOf(array(3, 24), -1)), "kv must have 24 columns"),
+        (dict(cos=array(1, 4)), "cos must be"),
+        (dict(rope_pages=array(2, 4, 4)), "rope_pages must have 8"),
+    ],
+)
+def test_rotated_latents(changed, name):
+    call = dict(
+        q=ColumnsOf(array(3, 32)),
+        kv=ColumnsOf(array(3, 24)),
+        weight=array(16),
+        cos=array(3, 4),
+        sin=array(3, 4),
+        latent_pages=array(2, 4, 16),
+        rope_pages=array(2, 4, 8),
+        view=VIEW,
+    )
+    static = dict(heads=2, nope=8, eps=1e-6, interleaved=False)
+    rotate_and_cache_latents(**call, **static)
+    with pytest.raises(ValueError, match=name):
+        rotate_and_cache_latents(**call | changed, **static)
+
+
+@pytest.mark.parametrize(
+    "changed, name",
+    [
+        (dict(k_up=array(2, 16, 8)), "k_up must be"),
+        (dict(k_up=array(8, 16, 8)), "k_up must be"),
+        (dict(v_up=array(2, 8, 16)), "v_up must be"),
+        (dict(v_up=array(4, 8, 8)), "v_up must be"),
+        (dict(key_lora=Lora(array(1, 4, 2, 8), array(1, 1, 2, 16), array(1, 1))), "both"),
+    ],
+)
+def test_what_makes_heads_of_latents(changed, name):
+    queries = array(3, 4, 8), array(3, 4, 8)
+    pages, slots = (LATENT["latent_pages"], LATENT["rope_pages"]), np.full(3, -1)
+    kv_b = KvB(array(4, 16, 8), array(4, 8, 16), None, None)
+    latent_attention(*queries, *pages, VIEW, kv_b, slots, scale=0.25)
+    with pytest.raises(ValueError, match="token_slots"):
+        latent_attention(*queries, *pages, VIEW, kv_b, slots[:2], scale=0.25)
+    with pytest.raises(ValueError, match=name):
+        latent_attention(*queries, *pages, VIEW, kv_b._replace(**changed), slots, scale=0.25)
