@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import Lora, Slots, lora_matmul
+from pallas_kernels.apart import apart
 from pallas_kernels.grouped_lora_matmul.lora import has_slot, terms_of_part
 
 
@@ -87,7 +88,7 @@ _columns.defvjp(_columns_forward, _columns_backward)
 def _plus_rows(y, u, b, slots):
     slot = jnp.maximum(slots, 0)
     for rank in range(b.shape[2]):
-        y = y + u[:, rank, None] * b[slot, 0, rank].astype(jnp.float32)
+        y = y + apart(u[:, rank, None] * b[slot, 0, rank].astype(jnp.float32))
     return y
 
 
