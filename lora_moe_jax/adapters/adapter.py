@@ -52,7 +52,8 @@ class Adapter:
         "stacked" (3D, nothing shared), "shared_outer" (3D, outer factors shared), or "mixed".
       config: what its `adapter_config.json` said.
       on_disk: whether its factors are in a file, see `disk_copy`.
-      base_copies: base weights that came with it, by projection name: see `base_copies`.
+      base_copies: base weights that came with it, by projection name: see
+        `serving.base_copies`.
     """
 
     pairs: Mapping[str, LoraPair]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-BLOCK = 128
+from lora_moe_jax.config.reader import FP8_BLOCK as BLOCK
+
 SCALES = "_scale_inv"  # behind the name of the weight
 WEIGHT_DTYPES = ("F8_E4M3",)
 SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")

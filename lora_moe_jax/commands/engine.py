@@ -60,7 +60,7 @@ def engine_and_requests(options: argparse.Namespace, texts: Sequence[str]):
             raise RequestError(
                 "--use names an adapter that is not loaded",
                 key="--use",
-                expected=f"{BASE_NAME}, or one of {sorted(adapters)}",
+                expected=BASE_NAME + (f", or one of {sorted(adapters)}" if adapters else ""),
                 found=name,
                 hint=f"add --adapter {name}=FOLDER",
             )

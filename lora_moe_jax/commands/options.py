@@ -61,7 +61,7 @@ def adapter_folders(options: argparse.Namespace) -> dict[str, Path]:
 
 def _adapter_folder(item: str, model: str) -> tuple[str, Path]:
     name, _, folder = item.partition("=")
-    if folder:
+    if name and folder:
         # Before a model is loaded. What is in it is read once there is one.
         if not Path(folder).is_dir():
             raise RequestError(

@@ -10,7 +10,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from lora_moe_jax.checkpoint import fp8
 from lora_moe_jax.config.defaults import DEFAULTS
 from lora_moe_jax.config.fields import Fields
 from lora_moe_jax.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig
@@ -27,6 +26,7 @@ FAMILIES = {
     "glm4_moe_lite": "deepseek_v3",
     "gpt_oss": "gpt_oss",
 }
+FP8_BLOCK = 128  # rows, and columns, of a weight in 8 bits that share a scale
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65536
 ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
@@ -102,8 +102,8 @@ def _check_quantization(fields: Fields, model_type: str) -> None:
         raise section.error("a value is not supported", "quant_method", repr(method), hint)
     if method == "fp8":
         section.only("fmt", "e4m3", hint=hint)
-        if section.get("weight_block_size", "two sizes") != [fp8.BLOCK, fp8.BLOCK]:
-            blocks = f"[{fp8.BLOCK}, {fp8.BLOCK}]"
+        if section.get("weight_block_size", "two sizes") != [FP8_BLOCK, FP8_BLOCK]:
+            blocks = f"[{FP8_BLOCK}, {FP8_BLOCK}]"
             raise section.error("a value is not supported", "weight_block_size", blocks, hint)
 
 

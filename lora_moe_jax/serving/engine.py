@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from lora_moe_jax.adapters import Adapter, LoraPair, check_name, read_adapter
 from lora_moe_jax.adapters.bank import KvBLora
-from lora_moe_jax.adapters.base_copies import without_copies
 from lora_moe_jax.adapters.check import check_adapter
 from lora_moe_jax.adapters.device_params import DeviceParams
 from lora_moe_jax.adapters.disk_copy import on_disk
@@ -25,6 +24,7 @@ from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, load_model, projections
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.parallel.mesh import mesh_of
+from lora_moe_jax.serving.base_copies import without_copies
 from lora_moe_jax.serving.compile_cache import use_compile_cache
 from lora_moe_jax.serving.compile_guard import compile_count, no_compile
 from lora_moe_jax.serving.intake import Intake, Prompt

@@ -292,6 +292,7 @@ def test_what_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys, t
         "--adapter", f"mine={ADAPTERS['shout']}", "--served-name", "mine"
     )
     assert "NAME=FOLDER" in refusal("--adapter", "nobody")
+    assert "NAME=FOLDER" in refusal("--adapter", "=shout")
     assert "is not there" in refusal("--adapter", f"a={tmp_path / 'missing'}")
     assert "no slot" in refusal("--adapter", "shout", "--max-adapters", "0")
     assert "max_waiting" in refusal("--max-waiting", "-1")
