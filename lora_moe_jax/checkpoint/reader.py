@@ -60,7 +60,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | os.PathLike, config: ModelConfig) -> Checkpoint:
-        """Opens the weights in `folder` and checks them against `config`. No data are read.
+        """Opens the weights in `folder` and checks them against `config`.
+
+        No data are read, but those of a head that should be the embedding.
 
         Raises:
           CheckpointError: a file is missing or damaged; or a tensor is missing, unknown, there

@@ -15,6 +15,7 @@ from lora_moe_jax.adapters.device_params import DeviceParams
 from lora_moe_jax.adapters.disk_copy import on_disk
 from lora_moe_jax.adapters.entry import AdapterInfo
 from lora_moe_jax.adapters.pool import AdapterPool
+from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.adapters.slot_writer import SlotWriter
 from lora_moe_jax.checkpoint.reader import Checkpoint
 from lora_moe_jax.config.model import ModelConfig
@@ -207,12 +208,7 @@ class Engine:
         if progress:
             sizes.show()
         sizes.check(free_bytes(mesh))
-        read = {}
-        for name, source in (adapters or {}).items():
-            check_name(name)
-            _check_slots(options)
-            adapter = read_adapter(source, projections(planned), max_rank=options.max_rank)
-            read[name] = _kept(adapter, options)
+        read = _read_adapters(adapters or {}, projections(planned), options)
         with progress_bar("loading weights", shown=progress) as bar:
             model = load_model(
                 checkpoint, config, dtype=dtype, adapters=slots, mesh=mesh, progress=bar.update
@@ -608,6 +604,27 @@ class Engine:
             bank_bytes=nbytes(self.bank.stacks),
             cache_bytes=nbytes(self._runner.steps.pages),
         )
+
+
+def _read_adapters(
+    folders: Mapping[str, str | os.PathLike],
+    base: Mapping[str, Projection],
+    options: EngineOptions,
+) -> dict[str, Adapter]:
+    """Those of an engine that is not there yet."""
+    if not isinstance(folders, Mapping):
+        raise AdapterError(
+            "adapters have no names",
+            key="adapters",
+            expected="folders by name, as {'poet': FOLDER}",
+            found=type(folders).__name__,
+        )
+    read = {}
+    for name, folder in folders.items():
+        check_name(name)
+        _check_slots(options)
+        read[name] = _kept(read_adapter(folder, base, max_rank=options.max_rank), options)
+    return read
 
 
 def _check_slots(options: EngineOptions) -> None:

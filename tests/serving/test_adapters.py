@@ -219,6 +219,7 @@ def test_adapters_of_a_new_engine(one, tmp_path, on_disk):
         ({"a": FOLDERS / "missing"}, {}, "folder"),
         ({"a b:c": FOLDERS / "attn"}, {}, "name"),
         ({"a": FOLDERS / "attn"}, {"max_adapters": 0}, "no adapter slots"),
+        ([FOLDERS / "attn"], {}, "no names"),
     ],
 )
 def test_a_wrong_one_is_refused_before_weights_are_loaded(adapters, options, says, monkeypatch):
