@@ -13,6 +13,9 @@ from lora_moe_jax.cli import main
 from lora_moe_jax.commands import demo
 from lora_moe_jax.commands.options import dtype_of, mesh_sizes, ranks
 from lora_moe_jax.pocket import ADAPTERS, BASE
+from lora_moe_jax.serving import engine
+from lora_moe_jax.serving import options as serving_options
+from lora_moe_jax.serving.engine import Engine
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,39 @@ def test_generate_shows_text_as_it_is(capsys):
     prompt = "y = x[a:b:c]\n\t[red]# " + "long " * 30
     assert main(["generate", "--prompt", prompt, "--max-tokens", "1"]) == 0
     assert prompt in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command, most",
+    [
+        (["generate", "--prompt", "long", "--max-tokens", "512"], "at most 512"),
+        (["generate", "--prompt", "long", "--max-tokens", "9", "--max-length", "9"], "at most 9"),
+        (["score", "--text", "word " * 600], "at most 512"),
+        (["score", "--text", "more than three", "--max-length", "3"], "at most 3"),
+    ],
+)
+def test_a_text_that_is_too_long_is_refused_before_weights(capsys, monkeypatch, command, most):
+    monkeypatch.setattr(Engine, "from_pretrained", None)  # cannot be called
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "too long" in error and most in error
+
+
+def test_a_text_has_the_room_that_it_needs(capsys, monkeypatch):
+    """With a default of 4 tokens, more than that are generated all the same."""
+    monkeypatch.setattr(serving_options, "DEFAULT_MAX_LENGTH", 4)
+    assert main(["generate", "--prompt", "def f(x):", "--max-tokens", "9"]) == 0
+    assert "base · length" in capsys.readouterr().out
+
+
+def test_a_module_that_is_not_there_is_refused_before_weights(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(engine, "load_model", None)  # cannot be called
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    command = ["train", "--data", str(data), "--out", str(tmp_path / "out")]
+    assert main([*command, "--target-modules", "o_proj", "--target-modules", "nope"]) == 2
+    error = capsys.readouterr().err
+    assert "nope" in error and "'o_proj'" in error and not (tmp_path / "out").exists()
 
 
 def test_an_interrupt_is_one_line_and_status_130(capsys, monkeypatch):

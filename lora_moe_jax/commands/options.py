@@ -12,6 +12,7 @@ from lora_moe_jax.pocket import ADAPTERS, BASE
 MODEL_HELP = "Hugging Face model folder, or 'pocket' for the model that comes with the package"
 MESH_HELP = "devices to split the model over, as expert=2,tensor=4; default: one device"
 DTYPE_HELP = "of the model (default: float32 on a CPU, else bfloat16)"
+MAX_RANK_HELP = "the largest rank of an adapter (default 32)"
 ADAPTER_HELP = "an adapter to load; may be repeated. For 'pocket', a bare name of its adapters"
 
 

@@ -14,7 +14,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "rl", help="train two adapters of the pocket model by GRPO, at once"
     )
     parser.add_argument("--steps", type=positive, default=30, help="(default 30)")
-    parser.add_argument("--seed", type=natural, default=0)
+    parser.add_argument("--seed", type=natural, default=0, help="of sampling and first values")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="for the adapters, each in a folder of its name"
     )

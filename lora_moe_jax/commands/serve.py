@@ -37,8 +37,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="FOLDER",
         help="keep adapters that have no slot in files in this folder, not in memory",
     )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on (default: this machine)")
+    parser.add_argument("--port", type=int, default=8000, help="(default 8000)")
     add_dtype_option(parser)
     parser.add_argument("--max-adapters", type=int, help="slots (default: 8, or as many as given)")
     parser.add_argument(
@@ -48,16 +48,28 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="RANK[:SLOTS,...]",
         help="the largest rank of an adapter (default 32), or 16:6,64:2 for slots of two ranks",
     )
-    parser.add_argument("--max-requests", type=int, default=8, help="requests that run at once")
-    parser.add_argument("--max-length", type=int, help="most tokens of one request")
+    parser.add_argument(
+        "--max-requests", type=int, default=8, help="requests that run at once (default 8)"
+    )
+    parser.add_argument(
+        "--max-length", type=int, help="most tokens of one request (default 1024, or the model's)"
+    )
     parser.add_argument(
         "--cache-tokens",
         type=int,
         help="of all requests together (default: of as many as run, each as long as any)",
     )
+    parser.add_argument(
+        "--decode-steps",
+        type=int,
+        default=1,
+        help="tokens of each request that the device makes without the host (default 1)",
+    )
     add_mesh_option(parser)
     parser.add_argument("--served-name", help="of the base model; default: its folder's name")
-    parser.add_argument("--max-waiting", type=int, default=256, help="requests that may wait")
+    parser.add_argument(
+        "--max-waiting", type=int, default=256, help="requests that may wait (default 256)"
+    )
     parser.add_argument("--api-key", help="what clients must send")
     parser.set_defaults(run=run)
 
@@ -105,6 +117,7 @@ def run(options: argparse.Namespace) -> None:
             max_requests=options.max_requests,
             max_length=options.max_length,
             cache_tokens=options.cache_tokens,
+            decode_steps=options.decode_steps,
             mesh=options.mesh,
             adapter_disk=options.adapter_disk,
             progress=True,

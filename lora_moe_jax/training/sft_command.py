@@ -60,6 +60,7 @@ def train_adapter(
         dtype=dtype,
         max_adapters=1,
         max_rank=lora.rank,
+        target_modules=None if isinstance(lora.target_modules, str) else lora.target_modules,
         max_requests=1,
         max_length=max_length,
         token_buckets=(8,),  # nothing is served here
