@@ -37,6 +37,7 @@ class Layered:
 
     @property
     def number(self) -> jax.Array | int:
+        """Of the layer: an int32 scalar, or an int."""
         return self.layer + self.offset
 
     @property

@@ -35,10 +35,12 @@ class LoraPair:
 
     @property
     def num_parameters(self) -> int:
+        """Numbers in a and b, with what pads ranks."""
         return self.a.size + self.b.size
 
     @property
     def nbytes(self) -> int:
+        """Bytes of a and b on the host."""
         return self.a.nbytes + self.b.nbytes
 
 
@@ -74,10 +76,12 @@ class Adapter:
 
     @property
     def num_parameters(self) -> int:
+        """Of all pairs."""
         return sum(pair.num_parameters for pair in self.pairs.values())
 
     @property
     def nbytes(self) -> int:
+        """Of all pairs, on the host."""
         return sum(pair.nbytes for pair in self.pairs.values())
 
     def copied(self) -> Adapter:

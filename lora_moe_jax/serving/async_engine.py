@@ -192,7 +192,7 @@ class AsyncEngine:
         return await self._run(self._engine.stats)
 
     async def sleep(self, level: Literal[1, 2] = 1, abort: bool = False) -> None:
-        """`Engine.sleep`."""
+        """`Engine.sleep`; streams of requests that it aborts end."""
         await self._run(lambda: self._sleep(level, abort))
 
     async def wake(self) -> None:

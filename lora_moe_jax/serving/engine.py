@@ -495,6 +495,7 @@ class Engine:
         """Logprobs of given sequences, equal bit for bit to those of generating them.
 
         Args:
+          return_logits: float32 `[S, V]` of every sequence as well, on the host.
           top_logprobs: how many of the most likely tokens to return in the place of each token.
 
         Raises:
