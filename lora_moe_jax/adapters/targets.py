@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterable
 
 from lora_moe_jax.adapters.config import AdapterConfig
@@ -29,7 +28,7 @@ class Targets:
         self._layer_forms = [
             compile_(pattern, r"(?:^|.*?\.){}\.(?P<index>\d+)\.", "layers_pattern")
             for pattern in config.layers_pattern
-        ] or [re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")]
+        ] or [compile_(r".*?\.[^.]*\.(?P<index>\d+)\.", "{}", "layers_pattern")]
         self._ranks = self._value_rules("rank_pattern", config.rank_pattern)
         self._alphas = self._value_rules("alpha_pattern", config.alpha_pattern)
 

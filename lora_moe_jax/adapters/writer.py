@@ -21,6 +21,7 @@ from lora_moe_jax.adapters.config import CONFIG_FILE
 from lora_moe_jax.adapters.packing import FORM_KEY
 from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.adapters.reader import TENSOR_FILE
+from lora_moe_jax.checkpoint.to_disk import to_disk
 from lora_moe_jax.errors import AdapterError
 
 _LAYOUTS = {
@@ -100,23 +101,26 @@ def _save(
         (new / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
         save_file(tensors, new / TENSOR_FILE, metadata)
         shutil.copymode(new / CONFIG_FILE, new / TENSOR_FILE)  # the library keeps others out
+        to_disk(new)
         _replace(folder, new, old)
     except (OSError, SafetensorError) as error:
         raise AdapterError("the adapter cannot be written", file=folder, found=error) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _replace(folder: Path, new: Path, old: Path) -> None:
     if not folder.exists():
         new.rename(folder)
         return
-    folder.rename(old)
     try:
+        folder.rename(old)
         new.rename(folder)
-    except OSError:
-        old.rename(folder)
+    except BaseException:  # an interrupt, too
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         raise
 
 

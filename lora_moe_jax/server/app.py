@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -77,6 +78,12 @@ def create_app(
     return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
 
 
+def _is_taken(name: str) -> ApiError:
+    message = f"the adapter {name[:200]!r} is loaded already, or being loaded"
+    hint = "; load_inplace replaces one that is loaded"
+    return ApiError(400, message + hint, param="lora_name")
+
+
 class _Service:
     """The handlers of the routes."""
 
@@ -91,6 +98,7 @@ class _Service:
         self._names = names
         self._adapter_root = adapter_root
         self._responses = responses
+        self._names_to_be: set[str] = set()  # of adapters that are being loaded
 
     # Models and adapters
 
@@ -105,17 +113,28 @@ class _Service:
     async def load(self, request: Request) -> Response:
         root = self._root()
         name, path, in_place = read_load(await read_body(request))
-        if not in_place and await self._is_loaded(name):
-            message = f"the adapter {name[:200]!r} is loaded already"
-            raise ApiError(400, message, param="lora_name")
-        try:
-            self._names.check(name)
-            folder = await asyncio.to_thread(folder_inside, root, path)
-            await self._engine.load_adapter(name, folder)
-        except AdapterError as error:
-            # What is wrong is in a file, or is the name.
-            raise refused(error, "lora_path" if error.file else "lora_name") from error
+        with self._loading(name):
+            if not in_place and await self._is_loaded(name):
+                raise _is_taken(name)
+            try:
+                self._names.check(name)
+                folder = await asyncio.to_thread(folder_inside, root, path)
+                await self._engine.load_adapter(name, folder)
+            except AdapterError as error:
+                # What is wrong is in a file, or is the name.
+                raise refused(error, "lora_path" if error.file else "lora_name") from error
         return JSONResponse(self._names.entry(name))
+
+    @contextlib.contextmanager
+    def _loading(self, name: str) -> Iterator[None]:
+        """Whoever else comes with this name meanwhile finds it taken."""
+        if name in self._names_to_be:
+            raise _is_taken(name)
+        self._names_to_be.add(name)
+        try:
+            yield
+        finally:
+            self._names_to_be.remove(name)
 
     async def unload(self, request: Request) -> Response:
         self._root()

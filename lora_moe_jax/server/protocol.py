@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from lora_moe_jax.serving.sampling_params import MAX_LOGPROBS, SamplingParams
 from lora_moe_jax.strict_json import parse_json_object
 
 MAX_BODY_BYTES = 8 << 20
+MAX_BODY_SECONDS = 60
 MAX_CHOICES = 128
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -213,7 +215,7 @@ def read_load(body: dict) -> Load:
     """Reads the body of /v1/load_lora_adapter; raises ApiError."""
     fields = _Fields(body)
     name, path = fields.take("lora_name", _STRING), fields.take("lora_path", _STRING)
-    load = Load(name, path, fields.take("load_inplace", _BOOL, True))
+    load = Load(name, path, fields.take("load_inplace", _BOOL, False))
     fields.refuse_others()
     return load
 
@@ -305,13 +307,17 @@ async def read_body(request: Request) -> dict:
     """The JSON object in a request's body.
 
     Raises:
-      ApiError: it is none, or too large.
+      ApiError: it is none, too large, or does not come.
     """
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(MAX_BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {MAX_BODY_SECONDS} s") from error
     try:
         return parse_json_object(bytes(body), "body", RequestError)
     except RequestError as error:

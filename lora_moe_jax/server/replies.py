@@ -8,8 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from tokenizers.decoders import DecodeStream
-
+from lora_moe_jax.serving.decoder import Decoder
 from lora_moe_jax.serving.request import Delta
 from lora_moe_jax.serving.text import TextCodec
 from lora_moe_jax.serving.token_bytes import token_bytes
@@ -160,12 +159,12 @@ class _Offsets:
 
     def __init__(self, codec: TextCodec):
         self._codec = codec
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._decoder = Decoder(codec.tokenizer)
         self._length = 0
         self._waits = False  # for the rest of a character
 
     def next(self, token_id: int) -> int:
-        text = self._decoder.step(self._codec.tokenizer, token_id) or ""
+        text = self._decoder.step(token_id)
         start = self._length
         if self._waits and text.endswith(own := self._codec.decode([token_id])):
             start += len(text) - len(own)  # before it is what the character has become

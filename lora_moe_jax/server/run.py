@@ -54,10 +54,11 @@ def check_adapter_root(root: Path | None) -> None:
 
 
 def check_api_key(key: str | None) -> None:
-    """Raises ConfigError for a key that is empty, as of a variable that is not set."""
-    if key is not None and not key.strip():
+    """Raises ConfigError for a key that is empty, as of a variable that is not set, or that no
+    client can send."""
+    if key is not None and (not key or key != key.strip()):
         raise ConfigError(
-            "the API key is empty",
+            "the API key is empty" if not key.strip() else "the API key has spaces around it",
             key="--api-key",
             expected="what clients must send; without the option anybody is served",
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from jax.sharding import Mesh
@@ -29,7 +30,6 @@ from lora_moe_jax.serving.base_copies import without_copies
 from lora_moe_jax.serving.compile_cache import use_compile_cache
 from lora_moe_jax.serving.compile_guard import compile_count, no_compile
 from lora_moe_jax.serving.intake import Intake, Prompt
-from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.serving.model_arrays import ModelArrays
 from lora_moe_jax.serving.options import EngineOptions, slot_config
 from lora_moe_jax.serving.pages import PagePool
@@ -46,6 +46,17 @@ from lora_moe_jax.serving.steps import Steps, allocate_pages
 from lora_moe_jax.serving.stream import RequestStream
 from lora_moe_jax.serving.text import TextCodec
 from pallas_kernels import Lora
+
+
+def _operation(method: Callable) -> Callable:
+    """A method of the engine that comes between steps, as a whole."""
+
+    @functools.wraps(method)
+    def whole(engine: Engine, *arguments, **named):
+        with engine._runner.operation():
+            return method(engine, *arguments, **named)
+
+    return whole
 
 
 class Engine:
@@ -281,11 +292,13 @@ class Engine:
         self._check_new_version(name)
         return self._add_adapter(name, self._host_copy(source))
 
-    @uninterrupted()
+    @_operation
     def _add_adapter(self, name: str, adapter: Adapter) -> AdapterInfo:
         self._check_new_version(name)
-        info = self._adapters.add(name, adapter).info
-        self._runner.scheduler.switch_versions()
+        try:
+            info = self._adapters.add(name, adapter).info
+        finally:  # also where the device failed as the version was written: it has a copy
+            self._runner.scheduler.switch_versions()
         self._write_if_idle()
         return info
 
@@ -293,7 +306,7 @@ class Engine:
         """An adapter as the pool keeps it, which fits the bank. Any thread may make one."""
         return _kept(self._read_adapter(source), self.options)
 
-    @uninterrupted()
+    @_operation
     def update_adapter(
         self,
         name: str,
@@ -402,7 +415,7 @@ class Engine:
             adapter = without_copies(adapter, self.arrays.on_base())
         return self.bank.fitted(adapter)
 
-    @uninterrupted()
+    @_operation
     def unload_adapter(self, name: str, when_busy: Literal["refuse", "finish"] = "refuse") -> None:
         """Forgets an adapter and frees what it has.
 
@@ -416,7 +429,7 @@ class Engine:
         self._adapters.remove(name, when_busy)
         self._runner.scheduler.drop_unloaded()
 
-    @uninterrupted()
+    @_operation
     def pin_adapter(self, name: str) -> AdapterInfo:
         """Puts an adapter into a slot and keeps it there, under this name, until it is unpinned.
 
@@ -432,7 +445,7 @@ class Engine:
         self._write_if_idle()
         return info
 
-    @uninterrupted()
+    @_operation
     def unpin_adapter(self, name: str) -> AdapterInfo:
         """Lets others take the adapter's slot again. Raises AdapterError if it is not loaded."""
         self._runner.scheduler.look_again()
@@ -517,15 +530,16 @@ class Engine:
             raise EngineAsleepError(
                 "the engine is asleep", key="sleep", hint="call wake before the first request"
             )
-        if self.options.max_waiting is not None:
-            room = self.options.max_requests + self.options.max_waiting
-            check_count(len(requests), room)
-            check_room(self._runner.scheduler.unfinished, len(requests), room)
-        return RequestStream(self._runner, requests)
+        with self._runner.operation():
+            if self.options.max_waiting is not None:
+                room = self.options.max_requests + self.options.max_waiting
+                check_count(len(requests), room)
+                check_room(self._runner.scheduler.unfinished, len(requests), room)
+            return RequestStream(self._runner, requests)
 
     # Memory
 
-    @uninterrupted()
+    @_operation
     def sleep(self, level: Literal[1, 2] = 1, abort: bool = False) -> None:
         """Gives memory on the device to others until `wake`; until then no request is taken.
 
@@ -566,7 +580,7 @@ class Engine:
             free(self.bank.stacks)
         self._asleep = max(self._asleep, level)
 
-    @uninterrupted()
+    @_operation
     def wake(self) -> None:
         """Takes the memory back that `sleep` gave away; harmless when awake."""
         if self._asleep == 2:
@@ -582,6 +596,7 @@ class Engine:
         """Token ids of a conversation, by the checkpoint's chat template, to use as a prompt."""
         return self._intake.text_codec("messages").chat(messages)
 
+    @_operation
     def stats(self) -> EngineStats:
         """Counters and sizes."""
         scheduler, pool = self._runner.scheduler, self._adapters

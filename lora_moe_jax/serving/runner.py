@@ -63,6 +63,8 @@ class Runner:
     Attributes:
       counts: steps begun, prompt tokens computed and tokens generated so far.
       deltas: of each unfinished request, in the order in which they came, what nobody has fetched.
+      dropped: requests of streams that are gone. The collector may find one in the middle of a
+        step, so their end is left to the next operation.
     """
 
     def __init__(
@@ -80,30 +82,35 @@ class Runner:
         self._page_size = scheduler.pool.page_size
         self._streams: dict[Request, TextStream] = {}
         self.deltas: dict[Request, deque[Delta]] = {}
+        self.dropped: deque[Sequence[Request]] = deque()
         # Threads share steps. Whoever streams looks under it whether a request is done: its last
         # delta is there before that.
         self.lock = threading.RLock()
 
-    def run(self, requests: Sequence[Request]) -> Iterator[Delta]:
-        """Steps the engine until these requests are done; others that are running go along."""
+    @contextlib.contextmanager
+    def operation(self) -> Iterator[None]:
+        """What neither an interrupt nor another thread comes into; dropped requests end before."""
         with uninterrupted(), self.lock:
-            return self._run(requests)
+            while self.dropped:
+                self._forget(self.dropped.popleft())
+            yield
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[Delta]:
-        for request in requests:
-            self.deltas[request] = deque()
-            if isinstance(request, GenerateRequest) and self._codec is not None:
-                self._streams[request] = TextStream(self._codec, request.params.stop)
-        self.scheduler.add(requests)
-        deltas = self._drain(requests)
-        next(deltas)
-        return deltas
+    def run(self, requests: Sequence[Request]) -> Iterator[Delta]:
+        """Steps the engine until these requests are done; others that are running go along.
+
+        Whoever does not take all of it has to `forget` them.
+        """
+        with self.operation():
+            for request in requests:
+                self.deltas[request] = deque()
+                if isinstance(request, GenerateRequest) and self._codec is not None:
+                    self._streams[request] = TextStream(self._codec, request.params.stop)
+            self.scheduler.add(requests)
+        return self._drain(requests)
 
     def _drain(self, requests: Sequence[Request]) -> Iterator[Delta]:
-        """Yields None once, to be past the start: only then does closing it run its end."""
+        unfinished = list(requests)
         try:
-            yield None
-            unfinished = list(requests)
             while unfinished:
                 for request, deltas, done in self._taken(unfinished):
                     yield from deltas
@@ -112,13 +119,17 @@ class Runner:
                 # One that was aborted after its turn has a delta to hand over first.
                 if unfinished and not any(request.done for request in unfinished):
                     self.step()
-        finally:
+        except GeneratorExit:  # perhaps the collector's, in the middle of a step
+            raise
+        except BaseException:
             self.forget(requests)
+            raise
+        self.forget(requests)
 
     def _taken(self, requests: Sequence[Request]) -> list[tuple[Request, list[Delta], bool]]:
         """Of each request what nobody has fetched, and whether that is all."""
         taken = []
-        with uninterrupted(), self.lock:
+        with self.operation():
             for request in requests:
                 deltas = self.deltas[request]
                 taken.append((request, list(deltas), request.done))
@@ -127,11 +138,14 @@ class Runner:
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Ends requests that have not ended, silently; harmless a second time."""
-        with uninterrupted(), self.lock:
-            for request in requests:
-                self._finish(request)
-                self.deltas.pop(request, None)
-                self._streams.pop(request, None)
+        with self.operation():
+            self._forget(requests)
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._finish(request)
+            self.deltas.pop(request, None)
+            self._streams.pop(request, None)
 
     @property
     def host_ms_per_step(self) -> float:
@@ -143,7 +157,7 @@ class Runner:
 
         If it fails, every request that runs starts over, with the tokens that have come out of it.
         """
-        with uninterrupted(), self.lock:
+        with self.operation():
             self._step()
 
     def _step(self) -> None:
@@ -291,7 +305,7 @@ class Runner:
 
         What steps under way give it is dropped.
         """
-        with uninterrupted(), self.lock:
+        with self.operation():
             self._abort(request)
 
     def _abort(self, request: Request) -> None:

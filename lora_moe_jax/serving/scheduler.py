@@ -154,8 +154,11 @@ class Scheduler:
                 self._repeats = 0
                 if isinstance(request, ScoreRequest) and request.in_parts:
                     self._back_to_the_queue(request)
-            if request.row >= 0 and request.slot is not None:
-                # The new version may have another slot. None: it is lost.
+            if request.row < 0 or (request.slot is None and request.adapter.is_lost):
+                continue
+            if request.slot is None:  # it could not be written, and has to be written again
+                self._back_to_the_queue(request)
+            else:  # perhaps another one
                 self._rows.values.slots[request.row] = request.slot
         self.drop_unloaded()
 

@@ -53,7 +53,7 @@ SCORED_ROWS = 256
 
 
 class CacheLostError(RuntimeError):
-    """A step failed on the device and took the cache with it: the engine cannot go on."""
+    """The device failed and took the cache, or the slots, with it: the engine cannot go on."""
 
 
 class Results(NamedTuple):
@@ -216,8 +216,9 @@ class Steps:
         return array
 
     def check(self) -> None:
-        """After a failure: finds out whether the cache is still there. If not, later steps fail."""
-        kept = jax.tree.leaves((self.pages, self.last_tokens, self._hidden, self._logits))
+        """After a failure: finds out whether cache and bank are there. If not, later steps fail."""
+        own = self.pages, self.last_tokens, self._hidden, self._logits
+        kept = jax.tree.leaves((own, self.arrays.bank.stacks))
         self.lost = any(array.is_deleted() for array in kept)
         if not self.lost:
             try:
@@ -229,7 +230,7 @@ class Steps:
         self._check_name(name)
         if self.lost:
             raise CacheLostError(
-                "an earlier step failed on the device and its cache is lost; build a new engine"
+                "the device failed, and the cache or the adapter slots are lost; build a new engine"
             )
         return self._compiled[name](self.arrays.base, self.arrays.bank.stacks, *inputs)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving.request import Delta, Request
@@ -22,8 +21,7 @@ class RequestStream:
         self.requests = tuple(requests)
         self._runner = runner
         self._deltas = runner.run(self.requests)
-        # Also at the interpreter's exit, while there is still everything that ends them.
-        weakref.finalize(self, _close, self._deltas)
+        weakref.finalize(self, runner.dropped.append, self.requests).atexit = False
 
     def __iter__(self) -> RequestStream:
         return self
@@ -57,15 +55,10 @@ class RequestStream:
     def close(self) -> None:
         """Ends the requests that are not done; harmless when all are."""
         self._deltas.close()
-        self._runner.forget(self.requests)  # where an interrupt came as the deltas ended
+        self._runner.forget(self.requests)  # which closing alone leaves to the finalizer
 
     def __enter__(self) -> RequestStream:
         return self
 
     def __exit__(self, *error) -> None:
         self.close()
-
-
-def _close(deltas: Iterator[Delta]) -> None:
-    with contextlib.suppress(ValueError):  # another thread waits for the next one
-        deltas.close()

@@ -13,10 +13,10 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import DecodeStream
 from tokenizers.processors import TemplateProcessing
 
 from lora_moe_jax.errors import CheckpointError, RequestError
+from lora_moe_jax.serving.decoder import Decoder
 from lora_moe_jax.strict_json import read_json_object
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -232,6 +232,16 @@ def _refuse(message: str):
     raise jinja2.TemplateError(message)
 
 
+def _begun(stop: str, text: str) -> int:
+    """Length of the longest end of a text that the string, which is not in it, begins with."""
+    at = max(len(text) - len(stop) + 1, 0)
+    while (at := text.find(stop[0], at)) >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at += 1
+    return 0
+
+
 class TextStream:
     """Text of a growing list of tokens, cut at the first stop string.
 
@@ -241,7 +251,7 @@ class TextStream:
     def __init__(self, codec: TextCodec, stop: Sequence[str]):
         self._codec = codec
         self._stop = tuple(stop)
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._decoder = Decoder(codec.tokenizer)
         self._token_ids: list[int] = []
         self.text = ""
         self._sent = 0
@@ -251,7 +261,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """Takes one token; `stopped` says whether a stop string is complete."""
         self._token_ids.append(token)
-        self.text += self._decoder.step(self._codec.tokenizer, token) or ""
+        self.text += self._decoder.step(token)
         if not self._stop:
             return self._send(len(self.text))
         if (stop := self._first_stop()) < len(self.text):
@@ -263,9 +273,10 @@ class TextStream:
     def finish(self) -> str:
         """The rest of the text, once no more tokens come."""
         if not self.stopped:
+            # What the decoder held back as incomplete.
             whole = self._codec.decode(self._token_ids)
-            if whole.startswith(self.text):
-                self.text = whole  # what the decoder held back as incomplete
+            same = whole.startswith(self.text)
+            self.text = whole if same else self.text + self._decoder.rest()
             self.text = self.text[: self._first_stop()]
         return self._send(len(self.text))
 
@@ -278,15 +289,7 @@ class TextStream:
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that may become a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1)
-        return next(
-            (
-                length
-                for length in range(min(longest - 1, len(self.text)), 0, -1)
-                if any(stop.startswith(self.text[-length:]) for stop in self._stop)
-            ),
-            0,
-        )
+        return max(_begun(stop, self.text) for stop in self._stop)
 
     def _send(self, end: int) -> str:
         start, self._sent = self._sent, max(self._sent, end)

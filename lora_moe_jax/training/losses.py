@@ -131,12 +131,19 @@ def grpo_advantages(rewards: Sequence[float], epsilon: float = 1e-6) -> np.ndarr
       float32 [..., group]; zeros for equal rewards.
 
     Raises:
-      RequestError: these are no groups of numbers.
+      RequestError: these are no groups of finite numbers.
     """
     try:
         rewards = np.asarray(rewards, np.float64)
     except (TypeError, ValueError):
         rewards = None
+    if rewards is not None and not np.isfinite(rewards).all():
+        raise RequestError(
+            "a reward is not finite",
+            key="rewards",
+            expected="finite numbers [..., group]",
+            found=f"{rewards[~np.isfinite(rewards)][0]}",
+        )
     if rewards is None or rewards.ndim == 0 or rewards.size == 0:
         raise RequestError(
             "these are no groups of rewards",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_moe_jax.errors import AdapterError, RequestError
+from lora_moe_jax.serving.queue_limit import check_count
 from lora_moe_jax.serving.request import Completion
 from lora_moe_jax.serving.sampling_params import SamplingParams
 from lora_moe_jax.training.arguments import check_step_settings
@@ -136,6 +137,7 @@ def run_grpo(
         trainer._training(name)
         _check_prompts(trainer, name, task, config)
     _check_slots(trainer, tasks)
+    _check_room(trainer, tasks, config)
     return _run(trainer, dict(tasks), config, range(start, start + config.steps))
 
 
@@ -302,6 +304,14 @@ def _check_slots(trainer: Trainer, tasks: Mapping[str, GrpoTask]) -> None:
             found=len(tasks),
             hint="build the engine with a larger max_adapters, or run loops one after another",
         )
+
+
+def _check_room(trainer: Trainer, tasks: Mapping[str, GrpoTask], config: GrpoConfig) -> None:
+    """A step asks for all completions in one call."""
+    options = trainer._engine.options
+    if options.max_waiting is not None:
+        count = len(tasks) * config.prompts_per_step * config.group_size
+        check_count(count, options.max_requests + options.max_waiting)
 
 
 def _check_prompts(trainer: Trainer, name: str, task: GrpoTask, config: GrpoConfig) -> None:

@@ -18,12 +18,13 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from lora_moe_jax.checkpoint.to_disk import sync, to_disk
 from lora_moe_jax.errors import CheckpointError
 from lora_moe_jax.strict_json import MAX_FILE_BYTES
 
@@ -58,12 +59,12 @@ class StateWriter:
             the folder cannot be had, or `document` is too large.
         """
         self.wait()
-        text = json.dumps(document, allow_nan=False, indent=1).encode()
+        text = json.dumps(document, allow_nan=False).encode()
         if len(text) > MAX_FILE_BYTES:
             raise CheckpointError(
                 "the state's JSON is too large to be read again",
                 file=folder,
-                key="extra",
+                key=max(document, key=lambda key: len(json.dumps(document[key]))),
                 expected=f"at most {MAX_FILE_BYTES} bytes",
                 found=f"{len(text)} bytes",
             )
@@ -80,8 +81,9 @@ class StateWriter:
         Raises:
           CheckpointError: it could not be written. It is said once.
         """
-        writing, self._writing = self._writing, None
-        if writing is not None:
+        if self._writing is not None:
+            wait([self._writing])  # an interrupt comes here, and it goes on
+            writing, self._writing = self._writing, None
             writing.result()
 
 
@@ -95,10 +97,10 @@ def _write(folder: Path, text: bytes, arrays: Mapping[str, np.ndarray], keep: in
             _save_arrays(scratch / ARRAYS, arrays)
             (scratch / DOCUMENT).write_bytes(text)
             (scratch / SUMS).write_bytes(_checksums(scratch))
-            _to_disk(scratch)
+            to_disk(scratch)
             number = 1 + max((int(state.name) for state in _states(folder)), default=0)
             scratch.rename(folder / f"{number:08}")
-            _sync(folder)
+            sync(folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         for state in _states(folder)[keep:]:
@@ -154,22 +156,6 @@ def _checksums(state: Path) -> bytes:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _to_disk(state: Path) -> None:
-    """Brings a folder to the disk, so that the rename cannot overtake its contents."""
-    for root, _, names in os.walk(state):
-        for name in names:
-            _sync(Path(root, name))
-        _sync(Path(root))
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def newest_state(folder: str | os.PathLike) -> Path:

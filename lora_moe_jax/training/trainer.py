@@ -15,7 +15,7 @@ from lora_moe_jax.adapters import Adapter, AdapterConfig, LoraPair, check_name, 
 from lora_moe_jax.adapters.device_params import DeviceParams
 from lora_moe_jax.adapters.entry import AdapterInfo
 from lora_moe_jax.adapters.projection import Projection
-from lora_moe_jax.errors import AdapterError, LoraMoeError, RequestError
+from lora_moe_jax.errors import AdapterError, RequestError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
 from lora_moe_jax.serving.engine import Engine
@@ -314,7 +314,7 @@ class Trainer:
             for name, training in self._adapters.items():
                 self._publish(name, training)
                 published.append(name)
-        except LoraMoeError:
+        except BaseException:
             for name in published:
                 self._engine.end_training(name)
                 self._engine.unload_adapter(name)
@@ -396,6 +396,8 @@ class Trainer:
             for a new version. Then all steps were taken, and the next forward_backward of the
             adapter makes its version.
           EngineAsleepError: there is no bank for new versions; else the same.
+          Exception: what the optimizer raises for an adapter, whose step was not taken then; those
+            of the others were.
         """
         names = names_of(names)
         clip = float("inf") if clip_norm is None else clip_norm
@@ -414,11 +416,15 @@ class Trainer:
         settings = {name: StepSettings(rate, weight_decay, clip) for name, rate in rates.items()}
         reports, failed = {}, None
         with uninterrupted():  # an adapter's masters, its count and the engine's version are one
-            # All are begun before the host waits for the first.
-            stepped = {name: self._begin_step(name, settings[name]) for name in names}
-            for name in names:
+            stepped = {}
+            for name in names:  # all are begun before the host waits for the first
                 try:
-                    reports[name] = self._end_step(name, settings[name], stepped[name])
+                    stepped[name] = self._begin_step(name, settings[name])
+                except Exception as error:  # of the optimizer: the others' steps are taken
+                    failed = failed or error
+            for name, its in stepped.items():
+                try:
+                    reports[name] = self._end_step(name, settings[name], its)
                 except Exception as error:  # of a new version: the step itself was taken
                     failed = failed or error
         if failed is not None:
@@ -428,9 +434,9 @@ class Trainer:
     def _begin_step(self, name: str, settings: StepSettings) -> Stepped:
         training = self._adapters[name]
         settings = StepSettings(*map(np.float32, settings))
-        gradients, training.gradients = training.gradients, None
-        stepped = self._optimizer.step(training.masters, training.moments, gradients, settings)
-        training.masters, training.moments = stepped.masters, stepped.state
+        whole = training.masters, training.moments, training.gradients
+        stepped = self._optimizer.step(*whole, settings)
+        training.masters, training.moments, training.gradients = *stepped[:2], None
         stepped.good.copy_to_host_async()
         stepped.norm.copy_to_host_async()
         return stepped

@@ -69,8 +69,10 @@ def kept_kernel(body: Callable, *, out_type, **options) -> Callable:
 
 
 def is_kept() -> bool:
-    """Whether kernels are: on GPUs, but not inside of `nothing_kept`."""
-    return _keeps.get() and jax.default_backend() == "gpu"
+    """Whether kernels are: on GPUs, but not inside of `nothing_kept`, nor where one is to see what
+    becomes of them."""
+    shown = any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ)
+    return _keeps.get() and jax.default_backend() == "gpu" and not shown
 
 
 @contextlib.contextmanager
@@ -141,7 +143,7 @@ def _warn(message: str) -> None:
 
 def _key(made_of) -> str:
     own = implementation.DEPENDENT_LAUNCH, implementation.REGISTERS_MOVE
-    settings = *own, jax.config.jax_enable_x64
+    settings = *own, jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
     versions = jax.__version__, jaxlib.__version__, _source()
     return hashlib.sha256(spelled((made_of, settings, versions)).encode()).hexdigest()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -297,6 +298,27 @@ def test_a_failed_write_leaves_the_old_adapter(tmp_path, monkeypatch):
 
     monkeypatch.setattr("lora_moe_jax.adapters.writer.save_file", full_disk)
     with pytest.raises(AdapterError, match="No space left"):
+        write_adapter(folder, small_adapter(a=np.zeros((1, 2, 6), np.float32))[0], projections)
+    assert os.listdir(tmp_path) == ["x"]
+    assert_same(adapter, read_adapter(folder, projections))
+
+
+@pytest.mark.parametrize("rename", [0, 1])
+def test_an_interrupt_leaves_the_old_adapter(tmp_path, monkeypatch, rename):
+    """Also between the two renames that put a new one into its place."""
+    adapter, projections = small_adapter()
+    folder = tmp_path / "x"
+    write_adapter(folder, adapter, projections)
+    renamed, rename_it = [], Path.rename
+
+    def interrupted(self, target):
+        renamed.append(target)
+        if len(renamed) == rename + 1:
+            raise KeyboardInterrupt
+        return rename_it(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         write_adapter(folder, small_adapter(a=np.zeros((1, 2, 6), np.float32))[0], projections)
     assert os.listdir(tmp_path) == ["x"]
     assert_same(adapter, read_adapter(folder, projections))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from lora_moe_jax.pocket import ADAPTERS
+from lora_moe_jax.server import app
 from tests.server.conftest import LOADED, PROMPT
 
 GREEDY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0}
@@ -142,15 +145,30 @@ def test_bad_bodies(admin):
     refusal(unload(admin, "nobody"), 404)
 
 
-def test_in_place_unless_that_is_forbidden(admin, quiet):
-    """vLLM's field; by default a name that is taken gets a new version."""
+def test_a_name_that_is_taken_gets_a_new_version_if_asked_for(admin, quiet):
+    """vLLM's field, with its default."""
     body = {"lora_name": "new", "lora_path": str(quiet)}
-    for in_place, status in ((False, 200), (False, 400), (True, 200), (None, 200)):
+    for in_place, status in ((False, 200), (False, 400), (True, 200), (None, 400)):
         answer = admin.post("/v1/load_lora_adapter", json=body | {"load_inplace": in_place})
         assert answer.status_code == status, answer.text
     assert "load_inplace" in refusal(
         admin.post("/v1/load_lora_adapter", json=body | {"load_inplace": 1}), 400
     )
+    assert unload(admin, "new").status_code == 200
+
+
+def test_two_clients_do_not_both_load_a_name(admin, quiet, monkeypatch):
+    """Without load_inplace: who comes while the first one's files are read finds it taken."""
+    real = app.folder_inside
+
+    def slowly(root, path):
+        time.sleep(0.3)
+        return real(root, path)
+
+    monkeypatch.setattr(app, "folder_inside", slowly)
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(lambda _: load(admin, "new", quiet).status_code, range(3)))
+    assert sorted(answers) == [200, 400, 400]
     assert unload(admin, "new").status_code == 200
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import openai
 import pytest
@@ -221,6 +222,16 @@ def test_large_bodies(http, monkeypatch):
     body = json.dumps({"model": "pocket", "prompt": "x", "max_tokens": 1}).encode()
     assert len(body) <= 100
     assert http.post("/v1/completions", content=body).status_code == 200
+
+
+def test_a_body_that_does_not_come(client, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_BODY_SECONDS", 0.2)
+    address = client.base_url.host, client.base_url.port
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
 def test_unknown_paths_and_methods(http):

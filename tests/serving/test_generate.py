@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 
 import numpy as np
 import pytest
 
-from lora_moe_jax import AdapterError, FinishReason, SamplingParams
+from lora_moe_jax import AdapterError, FinishReason, QueueFullError, SamplingParams
 from lora_moe_jax.serving.scheduler import Scheduler
 from tests.serving.byte_tokenizer import byte_codec
 from tests.serving.helpers import bits, greedy, load_golden, prompts, sampled
@@ -206,6 +207,48 @@ def test_a_stream_that_is_dropped_frees_everything(one):
     del stream
     gc.collect()
     assert is_idle(one)
+
+
+def test_a_stream_that_is_dropped_in_a_step_ends_after_it(one, monkeypatch):
+    """As when the collector finds it there: the step's own books are not changed under it."""
+    dropped, goes_on = (one.stream([[5, 6, 7]], greedy(8)) for _ in range(2))
+    runner, seen = one._runner, []
+    next_batch = runner.scheduler.next_batch
+
+    def dropping():
+        nonlocal dropped
+        dropped = None
+        seen.append(len(runner.scheduler.waiting))
+        return next_batch()
+
+    monkeypatch.setattr(runner.scheduler, "next_batch", dropping)
+    assert len(list(goes_on)) == 8
+    assert seen[:2] == [2, 0], "both waited still in the step, and one ran in the next"
+    stats = one.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_threads_together_find_no_more_room_than_there_is(one, monkeypatch):
+    options = dataclasses.replace(one.options, max_waiting=1)
+    monkeypatch.setattr(one, "options", options)
+    room, streams, refused = options.max_requests + 1, [], []
+    barrier = threading.Barrier(room + 3)
+
+    def open_stream():
+        barrier.wait()
+        try:
+            streams.append(one.stream([[5, 6, 7]], greedy(2)))
+        except QueueFullError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=open_stream) for _ in range(barrier.parties)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for stream in streams:
+        stream.close()
+    assert (len(streams), len(refused)) == (room, 3)
 
 
 def test_closing_one_stream_leaves_the_other(one):

@@ -365,6 +365,23 @@ def test_a_write_that_fails_aborts_who_had_gone_on(one, monkeypatch):
     new_version(one, 3)
 
 
+def test_a_load_that_fails_is_written_again(one, monkeypatch):
+    """The version has a copy on the host: who had gone on with it is computed by it."""
+    first = one.load_adapter("policy", version(one, 1))
+    mine, base = stepped(one, 5), one.stream([PROMPT], greedy(6))
+
+    def fail(slot, adapter):
+        raise RuntimeError("out of memory")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._writer, "write", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            one.load_adapter("policy", version(one, 2))
+    assert end_reason(mine) == "length" and end_reason(base) == "length"
+    assert [info.version for info in one.adapters()] == [first.version + 1]
+
+
 def end_reason(stream) -> str:
     return str(list(stream)[-1].completion.finish_reason)
 

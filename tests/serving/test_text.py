@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from lora_moe_jax import CheckpointError, RequestError
 from lora_moe_jax.serving.text import TextCodec, TextStream
@@ -60,6 +61,38 @@ def test_random_bytes():
         ids = rng.integers(0, 260, rng.integers(1, 60)).tolist()
         parts, one = stream(ids)
         assert "".join(parts) == one.text == CODEC.decode(ids)
+
+
+def byte_fallback_codec() -> TextCodec:
+    """As Llama's: bytes that are no character together are shown one by one."""
+    words = ["<unk>", "▁", "▁B", "B", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = models.BPE(
+        vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    return TextCodec(tokenizer, None, {})
+
+
+def test_bytes_that_change_what_was_before_them():
+    """What has come out stays, and what was held back stands for itself."""
+    codec = byte_fallback_codec()
+    byte, b, word = (codec.tokenizer.token_to_id(its) for its in ("<0xE5>", "B", "▁B"))
+    capital = codec.tokenizer.token_to_id("<0x41>")
+    parts, one = stream([capital, byte, b, word, byte], codec=codec)
+    assert parts == ["A", "", "\ufffdB", " B", "", "\ufffd"]
+    assert one.text == "A\ufffdB B\ufffd"
+
+
+def test_random_tokens_with_bytes():
+    codec, rng = byte_fallback_codec(), np.random.default_rng(0)
+    for _ in range(300):
+        ids = rng.choice([2, 3, 4, 0x46, 0xC3 + 5, 0xA9 + 5, 0xE5 + 5], rng.integers(1, 40))
+        parts, one = stream(ids.tolist(), codec=codec)
+        assert "".join(parts) == one.text
+        readable = [(text.count("B"), text.count("é")) for text in (one.text, codec.decode(ids))]
+        assert readable[0] >= readable[1]
 
 
 @pytest.mark.parametrize("stop", ["世界", "界! ", "👩‍👧", "ß", "end", TEXT, "G", " "])

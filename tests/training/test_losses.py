@@ -169,6 +169,12 @@ def test_what_is_no_group_of_rewards(rewards):
         grpo_advantages(rewards)
 
 
+def test_rewards_are_finite():
+    with pytest.raises(RequestError, match="not finite") as error:
+        grpo_advantages([[1.0, 2.0], [3.0, float("inf")]])
+    assert error.value.found == "inf"
+
+
 @pytest.mark.parametrize("size", range(2, 17))
 def test_equal_rewards_have_no_advantage(size):
     """Whatever their sum is rounded to."""

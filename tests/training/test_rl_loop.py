@@ -178,7 +178,7 @@ def test_completions_that_may_be_too_long_for_the_trainer(pair, monkeypatch):
     assert caught.value.key == "tasks['a'].prompts[2]"
 
 
-def test_bad_runs_are_refused_at_once(pair):
+def test_bad_runs_are_refused_at_once(pair, monkeypatch):
     engine, trainer = pair()
     add(trainer, "a")
     good = {"a": GrpoTask(PROMPTS, even)}
@@ -217,6 +217,10 @@ def test_bad_runs_are_refused_at_once(pair):
         assert caught.value.key.startswith("tasks['a'].prompts[")
     with pytest.raises(RequestError, match="settings"):
         run_grpo(trainer, good, {"steps": 1})
+    few = dataclasses.replace(engine.options, max_waiting=0)
+    with monkeypatch.context() as patched, pytest.raises(RequestError, match="too many requests"):
+        patched.setattr(engine, "options", few)
+        run_grpo(trainer, good, GrpoConfig(prompts_per_step=few.max_requests, group_size=2))
     with pytest.raises(AdapterError, match="in training"):
         run_grpo(trainer, {"b": GrpoTask(PROMPTS, even)})
     more = engine.options.max_adapters + 1

@@ -341,7 +341,14 @@ def test_torn_writes_are_found(tmp_path):
     assert "00000001: SHA256SUMS does not agree with trainer.json" in error.value.found
 
 
-@pytest.mark.parametrize("place", ["_save_arrays", "_checksums", "_to_disk", "_sync"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "training.state_folder._save_arrays",
+        "training.state_folder._checksums",
+        "checkpoint.to_disk.sync",
+    ],
+)
 def test_a_full_disk(tmp_path, monkeypatch, place):
     write(tmp_path, 1, 2)
 
@@ -350,7 +357,7 @@ def test_a_full_disk(tmp_path, monkeypatch, place):
 
     writer = StateWriter()
     with monkeypatch.context() as patched:
-        patched.setattr(state_folder, place, full)
+        patched.setattr(f"lora_moe_jax.{place}", full)
         writer.write(tmp_path, {"number": 3}, values(3), 2)
         with pytest.raises(CheckpointError, match="No space left") as error:
             writer.write(tmp_path, {"number": 4}, values(4), 2)
@@ -361,6 +368,36 @@ def test_a_full_disk(tmp_path, monkeypatch, place):
     writer.write(tmp_path, {"number": 5}, values(5), 2)
     writer.wait()
     assert read(tmp_path) == 5
+
+
+def test_an_interrupt_of_waiting_loses_nothing(tmp_path, monkeypatch):
+    """The state is being written still, and what is wrong with it is said the next time."""
+    go_on = threading.Event()
+
+    def full(*_):
+        go_on.wait(30)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def interrupted(futures):
+        raise KeyboardInterrupt
+
+    writer = StateWriter()
+    monkeypatch.setattr(state_folder, "_save_arrays", full)
+    writer.write(tmp_path, {"number": 1}, values(1), 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(state_folder, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.wait()
+    go_on.set()
+    with pytest.raises(CheckpointError, match="No space left"):
+        writer.wait()
+
+
+def test_what_makes_a_state_too_large_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_folder, "MAX_FILE_BYTES", 50)
+    with pytest.raises(CheckpointError, match="too large") as error:
+        StateWriter().write(tmp_path, {"extra": 1, "adapters": ["x"] * 50}, {}, 2)
+    assert error.value.key == "adapters"
 
 
 def test_a_file_that_cannot_grow(tmp_path, monkeypatch):

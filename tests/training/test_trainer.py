@@ -352,6 +352,31 @@ def test_a_step_that_finds_no_bank_is_whole(pair):
     assert same(trainer.forward_backward(batch).logprobs, after.logprobs)
 
 
+def test_an_optimizer_that_fails_for_one_adapter(pair, monkeypatch):
+    """The others' steps are whole, and its own can be taken later."""
+    engine, trainer = pair()
+    for name in "ab":
+        trainer.add_adapter(name, LoraConfig(rank=2, target_modules=every_module(engine)))
+    batch = data([("a", 20), ("b", 20)])
+    trainer.forward_backward(batch)
+    step, taken = trainer._optimizer.step, []
+
+    def failing(*arguments):
+        taken.append(arguments)
+        if len(taken) == 2:
+            raise RuntimeError("out of memory")
+        return step(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer._optimizer, "step", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.optim_step(["a", "b"], 0.1)
+    assert [info.steps for info in trainer.adapters()] == [1, 0]
+    trainer.optim_step("b", 0.1)
+    assert [info.steps for info in trainer.adapters()] == [1, 1]
+    assert same(scores(engine, batch), trainer.forward_backward(batch).logprobs)
+
+
 def test_an_interrupt_waits_for_the_end_of_a_step(pair, monkeypatch):
     engine, trainer = pair()
     trainer.add_adapter("a", LoraConfig(rank=2))
