@@ -194,3 +194,10 @@ def test_where_kernels_are_kept(platform, kept):
         with kept_kernel.nothing_kept():
             assert not kept_kernel.is_kept()
         assert kept_kernel.is_kept() == kept
+
+
+def test_a_kernel_that_is_to_be_shown_is_not_kept(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert kept_kernel.is_kept()
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    assert not kept_kernel.is_kept()
