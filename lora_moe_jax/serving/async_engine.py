@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -136,7 +138,11 @@ class AsyncEngine:
         except asyncio.CancelledError:
             self._end(call)
             raise
-        return DeltaStream(call, self._end, self._abort)
+        stream = DeltaStream(call, self._end, self._abort)
+        # One that is dropped, wherever the collector finds it: this queue's `put` may be there.
+        forget = functools.partial(self._forget, call), Future()
+        weakref.finalize(stream, self._commands.put, forget).atexit = False
+        return stream
 
     async def score(
         self,
@@ -329,24 +335,27 @@ class _Call:
         self.unread: list[deque[Delta]] = []
         self.items: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
+        self._is_deserted = False
 
     def hand_over(self) -> bool:
-        """Hands over what has come; whether that was the last."""
+        """Hands over what has come; whether that was the last, or nobody is there to take it."""
         for unread in self.unread:
             while unread:
                 self.tell(unread.popleft())
         done = all(request.done for request in self.stream.requests)
         if done:
             self.tell(None)
-        return done
+        return done or self._is_deserted
 
     def tell(self, item: Delta | Exception | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the task's loop has ended, and the task with it
+        try:
             self._loop.call_soon_threadsafe(self.items.put_nowait, item)
+        except RuntimeError:  # the task's loop has ended, and the task with it
+            self._is_deserted = True
 
 
 class DeltaStream:
-    """Deltas of the requests of one call as they come. Closing it ends the requests."""
+    """Deltas of the requests of one call as they come. Closing or dropping it ends the requests."""
 
     def __init__(
         self,

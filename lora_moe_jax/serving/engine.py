@@ -424,7 +424,7 @@ class Engine:
             forgotten at once, its slot and host memory are freed with the last of them.
 
         Raises:
-          AdapterError: it is not loaded, in training, or requests are using it.
+          AdapterError: it is not loaded, in training, or requests are using its newest version.
         """
         self._adapters.remove(name, when_busy)
         self._runner.scheduler.drop_unloaded()

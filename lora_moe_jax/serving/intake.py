@@ -109,14 +109,15 @@ class Intake:
         return validate.token_ids(prompt, key, self._config.vocab_size)
 
     def _check_length(self, request: Request, key: str, max_tokens: int) -> None:
-        total = request.prompt_length + max_tokens
-        if total > self._options.max_length:
+        most, count = self._options.max_length, request.prompt_length
+        if count + max_tokens > most:
+            larger = ", or build the engine with a larger max_length"
             raise RequestError(
-                "the request is longer than the cache",
+                "the request is too long",
                 key=key,
-                expected=f"at most {self._options.max_length} tokens, prompt and output together",
-                found=f"{request.prompt_length} prompt tokens and max_tokens {max_tokens}",
-                hint="shorten it, or build the engine with a larger max_length",
+                expected=f"at most {most} tokens, prompt and output together",
+                found=f"{count} tokens" + (f" and max_tokens {max_tokens}" if max_tokens else ""),
+                hint="shorten it" + (larger if most < self._config.max_position else ""),
             )
 
     def _choose(self, requests: list, adapters, priority) -> None:

@@ -21,6 +21,7 @@ DTYPES = ("bfloat16", "float32")
 UPDATE_POLICIES = ("finish", "switch")
 DEFAULT_MAX_LENGTH = 1024
 BUCKET_UNIT = 8  # tokens
+MANY_RANKS = 1024  # that slots of tiny models may have, too
 # Of steps with prompts, where nobody says. A step reads all weights, whatever it has: with few
 # tokens an accelerator waits for these most of the time. On a CPU padding costs what tokens do.
 PREFILL_TOKENS = {"cpu": (128,), "gpu": (256, 2048), "tpu": (512,)}
@@ -91,6 +92,8 @@ class EngineOptions:
         for key, value in sizes.items():
             _check_size(key, value, minimum=0 if key == "max_adapters" else 1)
         classes = rank_classes(max_rank, sizes["max_adapters"])
+        # No product can have more ranks: a larger one is a mistake, and much memory.
+        _check_size("max_rank", classes[-1][0], maximum=max(config.hidden_size, MANY_RANKS))
         if max_length is None:
             max_length = min(DEFAULT_MAX_LENGTH, config.max_position)
         _check_size("max_length", max_length, maximum=config.max_position)

@@ -19,7 +19,8 @@ class SamplingParams:
     Attributes:
       max_tokens: most tokens to generate.
       temperature: 0 is greedy; otherwise logits are divided by it first.
-      top_k: keep the k most likely tokens; 0 keeps all, and so does -1, which is what others write.
+      top_k: keep the k most likely tokens, and those that are as likely as the last of them, of
+        which bfloat16 has many; 0 keeps all, and so does -1, which is what others write.
       top_p: keep the fewest most likely tokens whose probability adds up to this; after top_k.
       min_p: drop tokens less likely than this share of the most likely one; after top_p.
       seed: makes the request's samples repeatable whatever runs beside it; None draws one. Seeds

@@ -46,10 +46,12 @@ def step(layout: StepLayout, arrays: ModelArrays, base, bank, pages, last_tokens
     those of rows that sample. What it gives as `packed` is for the same rows a token later, if each
     token of this step is of a row that is given its next one.
     """
-    _, all_logits = results
+    earlier, all_logits = results
     pages, last_tokens, (hidden, logits), order, *rest, _ = _step(
         layout, arrays, base, bank, pages, last_tokens, packed, routed=False
     )
+    # All of them: what nothing reads is not donated.
+    hidden = lax.dynamic_update_slice(earlier, hidden, (0, 0))
     all_logits = all_logits.at[order].set(logits, unique_indices=True)
     return pages, last_tokens, (hidden, all_logits), *rest
 

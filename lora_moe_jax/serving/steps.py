@@ -257,13 +257,16 @@ class Steps:
 
     def _lower(self, job: _Job, kernels: Executor) -> jax.stages.Lowered:
         """A job ready to be compiled; its kernels are being compiled then."""
-        bound = functools.partial(job.function, self.arrays)
+
+        def bound(*arguments):
+            return job.function(self.arrays, *arguments)
+
         bound.__name__ = _name(job.function)  # what compile logs call it
         arguments = (self.arrays.base, self.arrays.bank.stacks, *job.inputs)
         if self.arrays.mesh is not None:
             bound, arguments = self._on_mesh(bound, arguments, job)
-        # A step does not read what lies where it writes: dropped as unused, it is not donated.
-        jitted = jax.jit(bound, donate_argnums=job.donated, keep_unused=True)
+        # `keep_unused` would keep the program for good: JAX's caches have it by itself then.
+        jitted = jax.jit(bound, donate_argnums=job.donated)
         lowered = jitted.lower(*arguments)
         compile_kernels(lowered, kernels)
         return lowered

@@ -93,6 +93,8 @@ def _checked(place: int, datum: object, vocab: int, longest: int, needs: Sequenc
 
 def _tokens(key: str, tokens: object, vocab: int, longest: int) -> np.ndarray:
     array = _array(tokens)
+    if array is not None and array.size == 0:
+        array = array.astype(np.int32)
     if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
         raise RequestError(
             "a sequence consists of token ids", key=key, expected="a list of integers",
@@ -129,9 +131,12 @@ def _numbers(key: str, values: object, count: int) -> np.ndarray:
             expected=f"one number, or {count}: entry i belongs to tokens[i + 1]",
             found=repr(values)[:200] if array is None else f"{array.dtype}{list(array.shape)}",
         )
-    array = np.broadcast_to(array.astype(np.float32), count)
+    with np.errstate(over="ignore"):
+        array = np.broadcast_to(array.astype(np.float32), count)
     if not np.isfinite(array).all():
-        raise RequestError("a number is not finite", key=key, found=repr(values)[:200])
+        raise RequestError(
+            "a number is not finite", key=key, expected="float32", found=repr(values)[:200]
+        )
     return array
 
 

@@ -8,7 +8,7 @@ so, and never by another adapter's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -165,13 +165,13 @@ def loss_of(loss: str | Loss | LossFunction, options: dict[str, float]) -> tuple
     """
     if isinstance(loss, str) and loss in LOSSES:
         loss = LOSSES[loss]
-    elif callable(loss):
+    elif callable(loss) and isinstance(loss, Hashable):
         loss = Loss(loss, options=dict(options), by_sequence=False)
     if not isinstance(loss, Loss):
         raise RequestError(
             "there is no such loss",
             key="loss",
-            expected=f"one of {list(LOSSES)}, a Loss, or a function of (logprobs, batch)",
+            expected=f"one of {list(LOSSES)}, a Loss, or a hashable function of (logprobs, batch)",
             found=repr(loss)[:200],
         )
     for name, value in options.items():

@@ -174,7 +174,10 @@ def newest_state(folder: str | os.PathLike) -> Path:
             warnings.warn(f"a trainer's state is damaged and skipped: {damaged[-1]}", stacklevel=3)
     except (OSError, TypeError, ValueError) as cause:
         raise CheckpointError(
-            "the folder of a trainer's states cannot be read", file=str(folder), found=str(cause)
+            "the folder of a trainer's states cannot be read",
+            file=str(folder),
+            found=str(cause),
+            hint="give the folder that Trainer.save was given",
         ) from cause
     raise CheckpointError(
         "there is no whole state of a trainer here",

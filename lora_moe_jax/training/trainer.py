@@ -341,6 +341,8 @@ class Trainer:
         Args:
           batch: sequences of any adapters in training, in any order.
           loss: a name in `LOSSES`, or see `losses.py`. It is evaluated for each adapter by itself.
+            A function is compiled once: what it takes from outside keeps the values of then, and
+            numbers that change are to be `options`.
           options: of the loss, such as `clip_low`.
 
         Raises:

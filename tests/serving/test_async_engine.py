@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -135,6 +136,38 @@ def test_closing_the_iterator_ends_the_request(slow):
 
     before = slow.stats().generated_tokens
     assert run(slow, main).generated_tokens - before < 100
+
+
+def test_dropping_the_deltas_ends_the_requests(slow):
+    async def main(running):
+        deltas = await running.stream([[5, 6, 7]] * 2, greedy(60))
+        await anext(deltas)
+        del deltas
+        gc.collect()
+        await until_idle(running)
+        return (await running.stats()).generated_tokens
+
+    before = slow.stats().generated_tokens
+    assert run(slow, main) - before < 60
+
+
+def test_a_loop_that_is_closed_ends_its_requests(slow):
+    """Nobody can take what comes any more."""
+    loop, before = asyncio.new_event_loop(), slow.stats().generated_tokens
+
+    async def begin():
+        deltas = await running.stream([[5, 6, 7]] * 2, greedy(60))
+        await anext(deltas)
+        return deltas
+
+    running = AsyncEngine(slow)
+    try:
+        kept = loop.run_until_complete(begin())
+        loop.close()
+        asyncio.run(asyncio.wait_for(until_idle(running), 60))
+        assert kept.requests and slow.stats().generated_tokens - before < 60
+    finally:
+        running.close()
 
 
 def test_cancelling_the_task_ends_the_request(slow):

@@ -210,10 +210,10 @@ def test_bad_prompts(one, prompt):
 
 
 def test_prompt_and_output_longer_than_the_cache(one):
-    with pytest.raises(RequestError, match="longer than the cache") as caught:
+    with pytest.raises(RequestError, match="the request is too long") as caught:
         one.generate([[1, 2], [1] * 100], greedy(29))
     assert caught.value.key == "prompts[1]" and "128" in caught.value.expected
-    with pytest.raises(RequestError, match="longer than the cache"):
+    with pytest.raises(RequestError, match="the request is too long"):
         one.generate([[1]], SamplingParams(max_tokens=2**31 - 1))
 
 

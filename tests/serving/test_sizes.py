@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import jax
 import pytest
@@ -162,3 +163,23 @@ def test_free_memory_is_that_of_the_fullest_device(monkeypatch):
         ]
 
     assert sizes.free_bytes(Mesh) == 40
+
+
+def test_an_engine_that_is_gone_leaves_no_programs():
+    """Many in one process would take all its memory maps, and its memory."""
+    client = jax.local_devices()[0].client
+    sizes = OPTIONS | {"max_adapters": 1, "token_buckets": (8,), "max_logprobs": 1}
+    for _ in range(2):
+        before = len(client.live_executables())
+        engine = Engine.from_pretrained(BASES["qwen3_moe"], **sizes)
+        there = len(client.live_executables())
+        assert there > before
+        del engine
+        gc.collect()
+    assert len(client.live_executables()) == before
+
+
+def test_a_rank_that_no_product_can_have():
+    with pytest.raises(ConfigError, match="out of range") as error:
+        Engine.from_pretrained(BASES["qwen3_moe"], max_rank={8: 1, 100_000: 1}, max_adapters=2)
+    assert error.value.key == "max_rank" and "at most 1024" in error.value.expected

@@ -160,6 +160,7 @@ BAD_BATCHES = [
     (Datum([1, 2], "a"), "batch"),
     ([[1, 2]], "batch[0]"),
     ([Datum([1, 2], "a"), Datum([1], "a")], "batch[1].tokens"),
+    ([Datum([], "a")], "batch[0].tokens"),
     ([Datum([1] * 193, "a")], "batch[0].tokens"),
     ([Datum([1, -1], "a")], "batch[0].tokens[1]"),
     ([Datum([1, 2, 10**6], "a")], "batch[0].tokens[2]"),
