@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from lora_moe_jax.checkpoint.names import (
     per_expert_names,
 )
 from lora_moe_jax.checkpoint.safetensors_file import FLOAT_DTYPES
+from lora_moe_jax.checkpoint.to_disk import to_disk
 from lora_moe_jax.config.model import ModelConfig
 from lora_moe_jax.config.writer import to_json_dict
 from lora_moe_jax.errors import CheckpointError
@@ -60,6 +60,7 @@ def write_checkpoint(
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
             _write_files(scratch, config, _checked(tensors, config), max_shard_bytes)
+            to_disk(scratch)
             scratch.chmod(0o755)  # mkdtemp keeps others out
             os.replace(scratch, folder)
         finally:
@@ -170,16 +171,7 @@ def _write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
         for name in order:
             # As bytes: not every NumPy type has a buffer interface.
             file.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
-        _sync(file)
 
 
 def _write_json(path: Path, value: dict[str, object]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        _sync(file)
-
-
-def _sync(file: IO) -> None:
-    """Brings the file to the disk, so that the rename cannot overtake its contents."""
-    file.flush()
-    os.fsync(file.fileno())
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

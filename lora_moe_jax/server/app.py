@@ -78,12 +78,6 @@ def create_app(
     return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
 
 
-def _is_taken(name: str) -> ApiError:
-    message = f"the adapter {name[:200]!r} is loaded already, or being loaded"
-    hint = "; load_inplace replaces one that is loaded"
-    return ApiError(400, message + hint, param="lora_name")
-
-
 class _Service:
     """The handlers of the routes."""
 
@@ -98,7 +92,7 @@ class _Service:
         self._names = names
         self._adapter_root = adapter_root
         self._responses = responses
-        self._names_to_be: set[str] = set()  # of adapters that are being loaded
+        self._names_to_be: list[str] = []  # of adapters that are being loaded
 
     # Models and adapters
 
@@ -114,8 +108,11 @@ class _Service:
         root = self._root()
         name, path, in_place = read_load(await read_body(request))
         with self._loading(name):
-            if not in_place and await self._is_loaded(name):
-                raise _is_taken(name)
+            others = self._names_to_be.count(name) > 1
+            if not in_place and (others or await self._is_loaded(name)):
+                message = f"the adapter {name[:200]!r} is loaded already, or being loaded"
+                hint = "load_inplace replaces one that is loaded"
+                raise ApiError(400, f"{message}; {hint}", param="lora_name")
             try:
                 self._names.check(name)
                 folder = await asyncio.to_thread(folder_inside, root, path)
@@ -127,10 +124,8 @@ class _Service:
 
     @contextlib.contextmanager
     def _loading(self, name: str) -> Iterator[None]:
-        """Whoever else comes with this name meanwhile finds it taken."""
-        if name in self._names_to_be:
-            raise _is_taken(name)
-        self._names_to_be.add(name)
+        """Whoever else comes with this name meanwhile finds it there."""
+        self._names_to_be.append(name)
         try:
             yield
         finally:

@@ -257,10 +257,7 @@ class Steps:
 
     def _lower(self, job: _Job, kernels: Executor) -> jax.stages.Lowered:
         """A job ready to be compiled; its kernels are being compiled then."""
-
-        def bound(*arguments):
-            return job.function(self.arrays, *arguments)
-
+        bound = functools.partial(job.function, self.arrays)
         bound.__name__ = _name(job.function)  # what compile logs call it
         arguments = (self.arrays.base, self.arrays.bank.stacks, *job.inputs)
         if self.arrays.mesh is not None:

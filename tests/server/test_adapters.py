@@ -157,8 +157,9 @@ def test_a_name_that_is_taken_gets_a_new_version_if_asked_for(admin, quiet):
     assert unload(admin, "new").status_code == 200
 
 
-def test_two_clients_do_not_both_load_a_name(admin, quiet, monkeypatch):
-    """Without load_inplace: who comes while the first one's files are read finds it taken."""
+@pytest.mark.parametrize("in_place, statuses", [(False, [200, 400, 400]), (True, [200] * 3)])
+def test_clients_that_load_one_name(admin, quiet, monkeypatch, in_place, statuses):
+    """Without load_inplace who comes while the first one's files are read finds it taken."""
     real = app.folder_inside
 
     def slowly(root, path):
@@ -167,8 +168,11 @@ def test_two_clients_do_not_both_load_a_name(admin, quiet, monkeypatch):
 
     monkeypatch.setattr(app, "folder_inside", slowly)
     with ThreadPoolExecutor() as threads:
-        answers = list(threads.map(lambda _: load(admin, "new", quiet).status_code, range(3)))
-    assert sorted(answers) == [200, 400, 400]
+        body = {"lora_name": "new", "lora_path": str(quiet), "load_inplace": in_place}
+        answers = threads.map(
+            lambda _: admin.post("/v1/load_lora_adapter", json=body).status_code, range(3)
+        )
+        assert sorted(answers) == statuses
     assert unload(admin, "new").status_code == 200
 
 
