@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.apart import apart
+from pallas_kernels.row_reduce.api import row_sum
+
 TILE = 64
 
 
@@ -62,8 +65,8 @@ def attention_gradients(q, k, v, out, dout, view, scale, sliding_window, sinks):
 
     def scores(distance):
         """[tiles, G, H / G, query, key], and which of them count."""
-        apart = distance * TILE + jnp.arange(TILE)[:, None] - jnp.arange(TILE)
-        near = apart >= 0 if sliding_window is None else (apart >= 0) & (apart < sliding_window)
+        ahead = distance * TILE + jnp.arange(TILE)[:, None] - jnp.arange(TILE)
+        near = ahead >= 0 if sliding_window is None else (ahead >= 0) & (ahead < sliding_window)
         there = tiles.number >= distance
         visible = near & there[:, None, None, None, None]
         s = _product("nqgid,nkgd->ngiqk", q, before(k, distance), dtype) * scale
@@ -74,7 +77,8 @@ def attention_gradients(q, k, v, out, dout, view, scale, sliding_window, sinks):
         s, *_ = scores(distance)
         # The first distance is a token's own tile, and the token sees itself: finite from then on.
         higher = jnp.maximum(maximum, s.max(-1))
-        return higher, total * jnp.exp(maximum - higher) + jnp.exp(s - higher[..., None]).sum(-1)
+        kept = apart(total * jnp.exp(apart(maximum - higher)))
+        return higher, kept + _sum_of_keys(jnp.exp(apart(s - higher[..., None])))
 
     lowest, none = jnp.full(delta.shape, jnp.finfo(dtype).min, dtype), jnp.zeros_like(delta)
     if sinks is not None:
@@ -86,7 +90,7 @@ def attention_gradients(q, k, v, out, dout, view, scale, sliding_window, sinks):
     def gradients(distance, carry):
         dq, dk, dv = carry
         s, visible, there = scores(distance)
-        weights = jnp.where(visible, jnp.exp(s - log_total[..., None]), 0)
+        weights = jnp.where(visible, jnp.exp(apart(s - log_total[..., None])), 0)
         dweights = _product("nqgid,nkgd->ngiqk", dout, before(v, distance), dtype)
         ds = jnp.where(visible, weights * (dweights - delta[..., None]) * scale, 0)
         weights, ds = weights.astype(q.dtype), ds.astype(q.dtype)
@@ -140,6 +144,11 @@ def gather(x, tiles: Tiles):
 
 def _kept(there, x):
     return jnp.where(there.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
+
+def _sum_of_keys(x):
+    """x summed over its last axis, in an order that does not depend on how many rows there are."""
+    return row_sum(x.reshape(-1, x.shape[-1])).reshape(x.shape[:-1])
 
 
 def _product(spec, left, right, dtype):

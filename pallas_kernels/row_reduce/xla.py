@@ -35,8 +35,9 @@ def norm_gradient(x, weight, dy, eps, more=None):
     wide, features = x.astype(jnp.float32), x.shape[1]
     inverse = lax.rsqrt(row_sum(wide * wide) / features + eps)
     normed = wide * inverse
-    dnormed = (dy * weight).astype(jnp.float32)
-    dx = inverse * (dnormed - normed * (row_sum(dnormed * normed) / features))
+    dnormed = apart((dy * weight).astype(jnp.float32))
+    along = apart(normed * (row_sum(dnormed * normed) / features))
+    dx = inverse * (dnormed - along)
     dx = dx.astype(x.dtype)
     return dx if more is None else more + dx
 

@@ -1,4 +1,7 @@
-"""`top_experts` of any backend with the gradient of the plain one's weights."""
+"""`top_experts` of any backend with the gradient of its weights.
+
+Written out, as what XLA makes of sums over experts depends on how many tokens there are.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import functools
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels.apart import apart
+from pallas_kernels.row_reduce.api import row_dot
 from pallas_kernels.top_experts import xla
 from pallas_kernels.top_experts.xla import Scoring
 
@@ -23,12 +29,25 @@ def _forward(backend, top_k, scoring, logits, bias):
 
 
 def _backward(backend, top_k, scoring, saved, gradients):
-    logits, experts = saved
+    logits, experts = jax.tree.map(jnp.asarray, saved)
+    scores = xla.score(logits, scoring)
+    dscores = _of_chosen(scores, experts, gradients[1] * scoring.scale, scoring)
+    dscores = jnp.put_along_axis(jnp.zeros_like(scores), experts, dscores, axis=-1, inplace=False)
+    if scoring.sigmoid:
+        dlogits = dscores * apart(scores * (1.0 - scores))
+    else:
+        dlogits = scores * (dscores - row_dot(dscores, scores))
+    return dlogits.astype(logits.dtype), None
 
-    def weights(logits):
-        return xla.weights_of(xla.score(logits, scoring), experts, scoring)
 
-    return *jax.vjp(weights, logits)[1](gradients[1]), None
+def _of_chosen(scores, experts, dweights, scoring: Scoring):
+    """The gradient of the chosen experts' scores from that of their weights, before `scale`."""
+    if not scoring.normalise:
+        return dweights
+    chosen = jnp.take_along_axis(scores, experts, axis=-1)
+    total = xla.normaliser(chosen, scoring)
+    dweights = apart(dweights)
+    return (dweights - row_dot(dweights, chosen / total)) / total
 
 
 top_experts.defvjp(_forward, _backward)

@@ -55,5 +55,10 @@ def weights_of(scores, experts, scoring: Scoring):
     """What chosen experts count."""
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if scoring.normalise:
-        weights = weights / (row_sum(weights) + (SIGMOID_EPSILON if scoring.sigmoid else 0.0))
+        weights = weights / normaliser(weights, scoring)
     return weights * scoring.scale
+
+
+def normaliser(chosen, scoring: Scoring):
+    """What the scores of chosen experts are divided by."""
+    return row_sum(chosen) + (SIGMOID_EPSILON if scoring.sigmoid else 0.0)

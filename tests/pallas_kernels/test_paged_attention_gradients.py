@@ -34,9 +34,8 @@ def view_of(lengths: list[int], tokens: int) -> PageView:
 
 
 def attend(kind: str, view: PageView, window: int | None, q, first, second):
-    pages = view.page_tables.shape[1] + view.page_tables.shape[0]
     caches = [
-        write_pages(jnp.zeros((pages, PAGE, *x.shape[1:]), x.dtype), x, view)
+        write_pages(jnp.zeros((view.page_tables.size, PAGE, *x.shape[1:]), x.dtype), x, view)
         for x in (first, second)
     ]
     if kind != "latent":
@@ -113,3 +112,22 @@ def test_bits_are_those_of_the_sequence_alone(kind):
         for at, order in ((1, lengths), (0, [130, 70, 5]), (2, [70, 5, 130])):
             for x, y in zip(run(order, at, fill), alone, strict=True):
                 np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("kind", ["heads", "sinks", "latent"])
+def test_bits_do_not_depend_on_how_many_others_there_are(kind):
+    """With XLA's optimizations (on the oldest Python in CI): loops over other numbers of tiles."""
+    shapes = [(HEADS, 32), (KV_HEADS, 32), (KV_HEADS, 32), (HEADS, 32)]
+    if kind == "latent":
+        shapes = [*SHAPES[kind], (HEADS, LATENT)]
+    for length, others in ((64, 20), (130, 6)):
+        tokens = length * (others + 1)
+        *values, dout = (normal(tokens, shape, i) for i, shape in enumerate(shapes))
+        request, positions = np.divmod(np.arange(tokens, dtype=np.int32), length)
+        tables = np.arange((others + 1) * -(-length // PAGE), dtype=np.int32)
+        view = PageView(*map(jnp.asarray, (request, positions, tables.reshape(others + 1, -1))))
+        own = PageView(view.request[:length], view.positions[:length], view.page_tables[:1])
+        beside = gradients(attend, kind, view, None, values, dout)
+        alone = gradients(attend, kind, own, None, [x[:length] for x in values], dout[:length])
+        for x, y in zip(beside, alone, strict=True):
+            np.testing.assert_array_equal(x[:length], y)

@@ -176,6 +176,18 @@ def test_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("features", [33, 128])
+def test_bits_of_the_gradient_of_a_norm_are_its_rows(implementation, features):
+    """With XLA's optimizations (on the oldest Python in CI): one row is a loop of its own."""
+    x, dy, weight = normal(20, features), normal(20, features, seed=1), normal(features, seed=2)
+    norm = functools.partial(rms_norm, weight=weight, eps=1e-6, implementation=implementation)
+    (together,) = pulled(norm, dy, x)
+    for row in range(3):
+        (alone,) = pulled(norm, dy[row : row + 1], x[row : row + 1])
+        np.testing.assert_array_equal(alone, together[row : row + 1])
+
+
 def test_unknown_implementations_are_refused():
     with pytest.raises(NotImplementedError, match="'cuda' is not one of"):
         row_sum(normal(2, 3), implementation="cuda")

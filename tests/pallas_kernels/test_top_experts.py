@@ -151,6 +151,23 @@ def test_the_gradient_is_that_of_the_weights(implementation, scoring):
         np.testing.assert_allclose(found[token, expert], slope, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+def test_bits_of_a_gradient_depend_on_the_token_alone(scoring):
+    """With XLA's optimizations (on the oldest Python in CI): loops over other numbers of tokens."""
+    rng = np.random.default_rng(0)
+    logits, dweights = (rng.standard_normal((256, n)).astype(np.float32) for n in (64, 6))
+
+    @jax.jit
+    def gradient(logits, dweights):
+        return jax.vjp(lambda its: top_experts(its, None, 6, scoring)[1], logits)[1](dweights)[0]
+
+    together = np.asarray(gradient(logits, dweights))
+    assert np.count_nonzero(together) > 256 * 5
+    for count in (1, 4, 64):
+        alone = gradient(logits[:count], dweights[:count])
+        np.testing.assert_array_equal(alone, together[:count])
+
+
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(NotImplementedError, match="cuda"):
         top_experts(logits_of(8), None, 2, Scoring(), implementation="cuda")
