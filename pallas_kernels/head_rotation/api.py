@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.head_rotation import differentiable, xla
 from pallas_kernels.implementation import check_known, implementation_module, mosaic_gpu_module
-from pallas_kernels.paged_attention.api import PageView
+from pallas_kernels.paged_attention.api import PageView, in_32_bits
+from pallas_kernels.paged_attention.check import check_view
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
 
@@ -54,11 +55,12 @@ def rotate_and_cache(
       NotImplementedError: an implementation that does not exist or cannot serve these shapes.
     """
     check_heads(heads, cos, sin, k_pages, v_pages)
+    check_view(view, heads.shape[0])
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight and k_weight: queries and keys are normed, or neither are")
     return differentiable.rotate_and_cache(
-        _backend(implementation, heads, k_pages, v_pages), eps,
-        heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view,
+        _backend(implementation, heads, k_pages, v_pages), float(eps),
+        heads, q_weight, k_weight, cos, sin, k_pages, v_pages, in_32_bits(view),
     )  # fmt: skip
 
 
@@ -75,8 +77,10 @@ def rotate(
     not depend on the order as queries and keys share it.
 
     Raises:
-      ValueError: the width is odd, or there is no angle for each token and pair.
+      ValueError: x has other axes, its width is odd, or there is no angle for each token and pair.
     """
+    if x.ndim != 3:
+        raise ValueError(f"x must be [tokens, heads, width], got {x.shape}")
     check_angles(x.shape[0], x.shape[-1], cos, sin)
     return xla.rotate(x, cos, sin, interleaved)
 

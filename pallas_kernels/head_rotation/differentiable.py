@@ -11,6 +11,7 @@ import functools
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.head_rotation import xla
 from pallas_kernels.layered import is_layered, without_layers
@@ -28,6 +29,8 @@ def rotate_and_cache(
 
 
 def _forward(backend, eps, *arguments):
+    # Differentiated outside of jit, NumPy arguments arrive as they are.
+    arguments = jax.tree.map(jnp.asarray, arguments)
     return rotate_and_cache(backend, eps, *arguments), arguments
 
 

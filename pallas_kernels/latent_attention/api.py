@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_lora_matmul.lora import Slots
+from pallas_kernels.grouped_lora_matmul.lora import Lora, Slots, classes_of, slot_counts
 from pallas_kernels.latent_attention import differentiable
-from pallas_kernels.paged_attention.api import PageView
+from pallas_kernels.paged_attention.api import PageView, in_32_bits
+from pallas_kernels.paged_attention.check import check_view
 from pallas_kernels.routing_plan.api import check_tokens
 
 
@@ -24,7 +25,8 @@ class KvB(NamedTuple):
 
     Attributes:
       k_up: W_UK of each head, transposed. v_up: W_UV. They are frozen, and may be `Layered`.
-      key_lora: a is Bᵏ `[slots, H, R, N]`, b is A `[slots, 1, R, C]`; None without adapters.
+      key_lora: a is Bᵏ `[slots, H, R, N]`, b is A `[slots, 1, R, C]`, scaling `[slots, 1]`; None
+        without adapters.
       value_lora: a is A, b is Bᵛ `[slots, H, R, V]`.
     """
 
@@ -59,9 +61,9 @@ def latent_attention(
       ValueError: shapes that do not belong together.
     """
     _check(q_nope, latent_pages, kv_b, token_slots)
-    return differentiable.latent_attention(
-        scale, q_nope, q_rope, latent_pages, rope_pages, view, kv_b, token_slots
-    )
+    check_view(view, q_nope.shape[0])
+    arrays = q_nope, q_rope, latent_pages, rope_pages, in_32_bits(view), kv_b, token_slots
+    return differentiable.latent_attention(float(scale), *arrays)
 
 
 def _check(q_nope, latent_pages, kv_b: KvB, token_slots) -> None:
@@ -74,4 +76,20 @@ def _check(q_nope, latent_pages, kv_b: KvB, token_slots) -> None:
             raise ValueError(f"kv_b.{name} must be {list(shape)}, got {list(array.shape)}")
     if (kv_b.key_lora is None) != (kv_b.value_lora is None):
         raise ValueError("kv_b.key_lora and value_lora: both have adapters, or neither has")
+    for name, lora in dict(key_lora=kv_b.key_lora, value_lora=kv_b.value_lora).items():
+        for pair in classes_of(lora):
+            _check_pair(name, pair, heads)
+    slots = [slot_counts(lora) for lora in (kv_b.key_lora, kv_b.value_lora)]
+    if slots[0] != slots[1]:
+        raise ValueError(f"kv_b.key_lora and value_lora must have the same slots, got {slots}")
     check_tokens(tokens, token_slots, None)
+
+
+def _check_pair(name: str, pair: Lora, heads: int) -> None:
+    """Raises ValueError unless Bᵏ or Bᵛ is by head, and A and the scaling are of all."""
+    by_head, shared = (pair.a, pair.b) if name == "key_lora" else (pair.b, pair.a)
+    if by_head.shape[1] != heads or shared.shape[1] != 1 or pair.scaling.shape[1] != 1:
+        shapes = ", ".join(f"{part} {its.shape}" for part, its in pair._asdict().items())
+        raise ValueError(
+            f"kv_b.{name}: B must be of {heads} heads, A and scaling of 1, got {shapes}"
+        )

@@ -38,12 +38,13 @@ def _by_head(x, w, token_slots, lora: Slots | None):
 
 
 def _forward(scale, *arguments):
+    # Differentiated outside of jit, NumPy arguments arrive as they are.
+    arguments = jax.tree.map(jnp.asarray, arguments)
     out = kept(latent_attention(scale, *arguments))
     return out, (*arguments, out)
 
 
 def _backward(scale, saved, dout):
-    # Differentiated outside of jit, NumPy arguments arrive as they are.
     saved, dout = jax.tree.map(jnp.asarray, (saved, dout))
     q_nope, q_rope, latent_pages, rope_pages, view, kv_b, token_slots, out = saved
     nope = q_nope.shape[-1]

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.head_rotation.api import check_angles
 from pallas_kernels.implementation import check_known, implementation_module
 from pallas_kernels.latent_rotation import differentiable, xla
-from pallas_kernels.paged_attention.api import PageView
+from pallas_kernels.paged_attention.api import PageView, in_32_bits
+from pallas_kernels.paged_attention.check import check_view
 
 IMPLEMENTATIONS = ("xla", "triton")
 
@@ -69,14 +70,15 @@ def rotate_and_cache_latents(
     """
     latent, half = latent_pages.shape[-1], cos.shape[-1]
     check_angles(q.array.shape[0], 2 * half, cos, sin)
+    check_view(view, q.array.shape[0])
     _check_columns("q", q, heads * (nope + 2 * half))
     _check_columns("kv", kv, latent + 2 * half)
     if rope_pages.shape[-1] < 2 * half:
         raise ValueError(f"rope_pages must have {2 * half} columns, got {rope_pages.shape}")
-    sizes = Sizes(q.first, kv.first, heads, nope, latent, half, interleaved, eps)
+    sizes = Sizes(q.first, kv.first, heads, nope, latent, half, interleaved, float(eps))
     backend = _backend(implementation, sizes, rope_pages)
     arrays = q.array, kv.array, weight.astype(kv.array.dtype), cos, sin, latent_pages, rope_pages
-    return differentiable.rotate_and_cache_latents(backend, sizes, *arrays, view)
+    return differentiable.rotate_and_cache_latents(backend, sizes, *arrays, in_32_bits(view))
 
 
 def _check_columns(name: str, of: ColumnsOf, count: int) -> None:

@@ -9,6 +9,7 @@ import functools
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.latent_rotation import xla
 from pallas_kernels.layered import is_layered, without_layers
@@ -24,6 +25,8 @@ def rotate_and_cache_latents(
 
 
 def _forward(backend, sizes, *arguments):
+    # Differentiated outside of jit, NumPy arguments arrive as they are.
+    arguments = jax.tree.map(jnp.asarray, arguments)
     return rotate_and_cache_latents(backend, sizes, *arguments), arguments
 
 

@@ -8,11 +8,12 @@ down. Letters: T tokens, E local experts, H hidden width, I expert width.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.grouped_lora_matmul.api import (
@@ -50,8 +51,9 @@ def moe_mlp(
 ) -> Float[Array, "tokens hidden"]:
     """Routes tokens to their experts, and sums what these make of them.
 
-    Differentiable with respect to x, weights and the adapters. Exactness and isolation as in
-    `grouped_lora_matmul`: a token's bits depend on that token alone.
+    Differentiable with respect to x, weights and the adapters (once, where all experts share A of
+    gate and up). Exactness and isolation as in `grouped_lora_matmul`: a token's bits depend on that
+    token alone.
 
     Args:
       experts: chosen experts of each token, counted over all devices.
@@ -67,7 +69,8 @@ def moe_mlp(
         be `Layered`.
       gate: the activation; default silu.
       first_group: the first local expert. Choices of other devices' experts add nothing.
-      valid: False for padding tokens, which no expert works on.
+      valid: False for padding tokens, which no expert works on. Their weights count zeros, and so
+        are to be finite.
       implementation: as in `grouped_lora_matmul`.
 
     Returns:
@@ -75,7 +78,7 @@ def moe_mlp(
 
     Raises:
       ValueError: shapes that do not belong together.
-      NotImplementedError: an implementation that cannot serve these shapes.
+      NotImplementedError: an implementation that cannot serve these shapes, or a second gradient.
     """
     count, twice, _ = gate_up.shape
     alike = experts.shape == weights.shape and experts.shape[:1] == x.shape[:1]
@@ -144,10 +147,13 @@ def _shares_a(lora, groups: int) -> bool:
     return bool(pairs) and groups > 1 and all(pair.a.shape[1] == 1 for pair in pairs)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _shared_u(backend, x, token_slots, lora, route):
-    """u of each row from x·Aᵀ of each token, where all experts share A."""
-    # Their gradient is that of the product that u goes into.
-    x, lora = lax.stop_gradient((x, lora))
+    """u of each row from x·Aᵀ of each token, where all experts share A.
+
+    The gradients of these are those of the product that u goes into. That of a gradient, for which
+    u is data, would lack what u is made of: it is refused.
+    """
     terms = terms_of_parts((0,) * len(lora), lora)
     one = [term.pair.scaling.shape[1] == 1 for term in terms]
     u = backend.shrink(
@@ -165,6 +171,21 @@ def _shared_u(backend, x, token_slots, lora, route):
             classes = slice(part, None, count)
             rows[classes] = _scaled(rows[classes], terms[classes], route.tables)
     return Once.of(tuple(rows))
+
+
+def _shared_u_forward(backend, *arguments):
+    arguments = jax.tree.map(lambda its: its.value, arguments)
+    return _shared_u(backend, *arguments), None
+
+
+def _shared_u_backward(backend, saved, du):
+    del backend, saved
+    if any(type(its) is not SymbolicZero for its in jax.tree.leaves(du)):
+        raise NotImplementedError("moe_mlp is differentiable once where all experts share A")
+    return None, None, None, None
+
+
+_shared_u.defvjp(_shared_u_forward, _shared_u_backward, symbolic_zeros=True)
 
 
 def _scaled(u, terms, tables):

@@ -21,7 +21,7 @@ from pallas_kernels.implementation import (
     serves,
 )
 from pallas_kernels.paged_attention import differentiable, xla
-from pallas_kernels.paged_attention.check import check_grouped, check_latent
+from pallas_kernels.paged_attention.check import check_grouped, check_latent, check_view
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
 
@@ -52,12 +52,14 @@ def write_pages(
     Padding tokens, and what is outside of the page tables, write nothing. Differentiable.
 
     Raises:
-      ValueError: values that are not those of a page's place for each token.
+      ValueError: values that are not those of a page's place for each token, or a view that is not
+        of as many tokens.
     """
     tokens = view.request.shape[0]
     if values.shape != (tokens, *pages.shape[2:]):
         raise ValueError(f"values must be {[tokens, *pages.shape[2:]]}, got {values.shape}")
-    return differentiable.write_pages(*_of_jax((pages, values, view)))
+    check_view(view, tokens)
+    return differentiable.write_pages(*of_jax((pages, values)), in_32_bits(view))
 
 
 def paged_attention(
@@ -98,9 +100,9 @@ def paged_attention(
       NotImplementedError: an implementation that cannot serve these shapes.
     """
     check_grouped(q, k_pages, v_pages, view, sliding_window, sinks)
-    arguments = q, k_pages, v_pages, view, sinks
+    arguments = *of_jax((q, k_pages, v_pages)), in_32_bits(view), of_jax(sinks)
     backend = _choose_backend(implementation, "check_grouped", *arguments)
-    return differentiable.paged_attention(backend, scale, sliding_window, *_of_jax(arguments))
+    return differentiable.paged_attention(backend, float(scale), sliding_window, *arguments)
 
 
 def paged_latent_attention(
@@ -119,17 +121,23 @@ def paged_latent_attention(
     latent of each head. Same contract as `paged_attention`; the gradient is plain JAX. That of
     `latent_attention`, which knows what makes heads of latents, multiplies fewer columns.
     """
-    arguments = q_latent, q_rope, latent_pages, rope_pages, view
-    check_latent(*arguments)
+    arrays = q_latent, q_rope, latent_pages, rope_pages
+    check_latent(*arrays, view)
+    arguments = *of_jax(arrays), in_32_bits(view)
     backend = _choose_backend(implementation, "check_latent", *arguments)
-    return differentiable.paged_latent_attention(backend, scale, *_of_jax(arguments))
+    return differentiable.paged_latent_attention(backend, float(scale), *arguments)
 
 
-def _of_jax(arrays):
+def of_jax(arrays):
     """NumPy's arrays as JAX's: these take JAX's numbers as indices."""
     return jax.tree.map(
         lambda its: jnp.asarray(its) if isinstance(its, np.ndarray) else its, arrays
     )
+
+
+def in_32_bits(view: PageView) -> PageView:
+    """Narrower numbers need not hold a place in the cache, and of wider ones there are none."""
+    return PageView(*(jnp.asarray(its, jnp.int32) for its in view))
 
 
 def _choose_backend(implementation: str | None, check: str, *arguments) -> ModuleType:

@@ -28,11 +28,12 @@ def write_pages(pages, values, view):
 
 
 def _write_forward(pages, values, view):
+    # Differentiated outside of jit, NumPy arguments arrive as they are, here and below.
+    pages, values, view = jax.tree.map(jnp.asarray, (pages, values, view))
     return xla.write_pages(pages, values, view), (view, jnp.zeros(0, values.dtype))
 
 
 def _write_backward(saved, dpages):
-    # Differentiated outside of jit, NumPy arguments arrive as they are, here and below.
     dpages, (view, like) = jnp.asarray(dpages), saved
     dvalues = read_pages(dpages, view).astype(like.dtype)
     return xla.write_pages(dpages, jnp.zeros_like(dvalues), view), dvalues, None
@@ -50,6 +51,7 @@ def paged_attention(
 
 
 def _forward(backend, scale, sliding_window, *arguments):
+    arguments = jax.tree.map(jnp.asarray, arguments)
     out = kept(paged_attention(backend, scale, sliding_window, *arguments))
     return out, (*arguments, out)
 
@@ -76,6 +78,7 @@ def paged_latent_attention(
 
 def _latent_forward(backend, scale, q_latent, q_rope, latent_pages, rope_pages, view):
     arguments = q_latent, q_rope, latent_pages, rope_pages, view
+    arguments = jax.tree.map(jnp.asarray, arguments)
     out = kept(paged_latent_attention(backend, scale, *arguments))
     return out, (*arguments, out)
 
@@ -88,7 +91,8 @@ def _latent_backward(backend, scale, saved, dout):
     width = latent.shape[-1]
     q, k = jnp.concatenate([q_latent, q_rope], -1), jnp.concatenate([latent, rope], -1)
     k, v = k[:, None], latent[:, None]
-    dq, dk, dv = attention_gradients(q, k, v, out, dout, view, scale, None, None)
+    gradients = _of_tokens(attention_gradients)
+    dq, dk, dv = gradients(q, k, v, out, dout, view, scale, None, None)
     dlatent, dq = dk[:, 0, :width] + dv[:, 0], dq.astype(q.dtype)
     return (
         dq[..., :width],
@@ -104,7 +108,18 @@ paged_latent_attention.defvjp(_latent_forward, _latent_backward)
 
 def gradients_of(backend: ModuleType):
     """Its own gradients of grouped heads, or those in plain JAX, whose form they have."""
-    return getattr(backend, "attention_gradients", attention_gradients)
+    return _of_tokens(getattr(backend, "attention_gradients", attention_gradients))
+
+
+def _of_tokens(gradients):
+    """Gradients where there is a token; else what none have."""
+
+    def of_any(q, k, v, *others):
+        if not q.shape[0]:
+            return q, k, v
+        return gradients(q, k, v, *others)
+
+    return of_any
 
 
 def platform_gradients():

@@ -34,7 +34,7 @@ def _slot_of_token(pages, view):
     requests, pages_of_request = view.page_tables.shape
     in_table = (view.request >= 0) & (view.request < requests)
     in_table &= (view.positions >= 0) & (view.positions < pages_of_request * page_size)
-    return jnp.where(in_table, slot, pages.shape[0] * page_size)
+    return jnp.where(in_table & (slot >= 0), slot, pages.shape[0] * page_size)
 
 
 def paged_attention(q, k_pages, v_pages, view, scale, sliding_window, sinks):

@@ -19,7 +19,8 @@ from pallas_kernels.implementation import (
     serves,
 )
 from pallas_kernels.one_kernel import kernel_or_parts
-from pallas_kernels.paged_attention.api import PageView, paged_attention
+from pallas_kernels.paged_attention.api import PageView, in_32_bits, paged_attention
+from pallas_kernels.paged_attention.check import check_view
 
 
 class _Static(NamedTuple):
@@ -61,7 +62,9 @@ def rotated_attention(
       ValueError, NotImplementedError: see both.
     """
     check_heads(heads, cos, sin, k_pages, v_pages)
-    static = _Static(eps, scale, sliding_window, implementation)
+    check_view(view, heads.shape[0])
+    view = in_32_bits(view)
+    static = _Static(float(eps), float(scale), sliding_window, implementation)
     apart = functools.partial(_apart, static)
     arguments = heads, q_weight, k_weight, cos, sin, k_pages, v_pages, view, sinks
     kernels = _kernels(static, heads, k_pages, v_pages, view, sinks)

@@ -91,6 +91,9 @@ def check_tokens(count: int, token_slots, valid) -> None:
         if np.shape(array) != (count,):
             shape = np.shape(array)
             raise ValueError(f"{name} must be [{count}], one for each token, got {shape}")
+        kind = jnp.bool if name == "valid" else jnp.integer
+        if not jnp.issubdtype(array.dtype, kind):
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {array.dtype}")
 
 
 def local_groups(
@@ -140,8 +143,11 @@ def combine(
 ) -> Float[Array, "tokens width"]:
     """Weighted sum of each token's rows over its choices, in choice order, in float32.
 
-    Rows past the last group count as zero (`grouped_lora_matmul` writes them so). The gradients of
-    rows and weights only read: a scatter would add in any order.
+    Rows past the last group count as zero (`grouped_lora_matmul` writes them so). Every row is that
+    of one choice, so the gradients of rows and weights only read: a scatter would add in any order.
+
+    Args:
+      position: each choice's row, a permutation.
 
     Raises:
       ValueError: not a weight, or not a row, for each choice.
@@ -151,7 +157,7 @@ def combine(
             "position and weights must both be [tokens, choices], "
             f"got {position.shape} and {weights.shape}"
         )
-    if rows.ndim != 2 or rows.shape[0] < position.size:
+    if rows.ndim != 2 or rows.shape[0] != position.size:
         raise ValueError(f"rows must be [{position.size}, width], got {rows.shape}")
     return _combine(rows, position, weights)
 
@@ -162,6 +168,8 @@ def _combine(rows, position, weights):
 
 
 def _combine_forward(rows, position, weights):
+    # Differentiated outside of jit, NumPy arguments arrive as they are.
+    rows, position, weights = jax.tree.map(jnp.asarray, (rows, position, weights))
     return _sum_of_choices(rows, position, weights), (rows, position, weights)
 
 

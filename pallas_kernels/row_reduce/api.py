@@ -83,7 +83,7 @@ def rms_norm(
     rows = x.reshape(-1, x.shape[-1])
     weight = weight.astype(x.dtype)
     backend = _backend_of_norms(implementation, rows)
-    return differentiable.rms_norm(backend, eps, rows, weight).reshape(x.shape)
+    return differentiable.rms_norm(backend, float(eps), rows, weight).reshape(x.shape)
 
 
 def add_norm(
@@ -104,7 +104,7 @@ def add_norm(
     rows, more = (its.reshape(-1, x.shape[-1]) for its in (x, more))
     weight = weight.astype(x.dtype)
     backend = _backend_of_norms(implementation, rows)
-    found = differentiable.add_norm(backend, eps, rows, more, weight)
+    found = differentiable.add_norm(backend, float(eps), rows, more, weight)
     return tuple(its.reshape(x.shape) for its in found)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.floats import check_floats
 from pallas_kernels.implementation import check_known, implementation_module, mosaic_gpu_module
 from pallas_kernels.top_experts import differentiable, xla
 from pallas_kernels.top_experts.xla import Scoring
@@ -42,15 +43,20 @@ def top_experts(
 
     Raises:
       NotImplementedError: there is no such implementation, or it cannot serve these shapes.
-      ValueError: there are not so many experts, or not as many biases.
+      ValueError: there are not so many experts, or not as many biases, or logits are not
+        floating-point [tokens, experts].
     """
     bias = None if bias is None else jnp.asarray(bias)
+    check_floats(dict(logits=logits))
+    if logits.ndim != 2:
+        raise ValueError(f"logits must be [tokens, experts], got {logits.shape}")
     experts = logits.shape[1]
     if not 1 <= top_k <= experts:
         raise ValueError(f"{top_k=} must be from 1 to the number of experts, {experts}")
     if bias is not None and bias.shape != (experts,):
         raise ValueError(f"bias has the shape {bias.shape}, expected ({experts},)")
     backend = _backend(implementation, logits, top_k)
+    scoring = scoring._replace(scale=float(scoring.scale))
     return differentiable.top_experts(backend, top_k, scoring, logits, bias)
 
 

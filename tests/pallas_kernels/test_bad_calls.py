@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from pallas_kernels import (
     KvB,
     Lora,
     PageView,
+    Scoring,
     add_norm,
     combine,
     grouped_lora_matmul,
@@ -28,6 +30,7 @@ from pallas_kernels import (
     rotated_attention,
     routing_plan,
     row_dot,
+    top_experts,
     write_pages,
 )
 
@@ -45,6 +48,8 @@ LATENT = dict(
     rope_pages=array(2, 4, 8),
     view=VIEW,
 )
+KEY_LORA = Lora(array(1, 4, 2, 8), array(1, 1, 2, 16), array(1, 1))
+VALUE_LORA = Lora(array(1, 1, 2, 16), array(1, 4, 2, 8), array(1, 1))
 
 
 def test_arrays_of_numpy_are_taken():
@@ -86,6 +91,8 @@ def test_attention(changed, name):
         (dict(rope_pages=array(1, 4, 8)), "rope_pages"),
         (dict(latent_pages=array(2, 4, 1, 16)), "latent_pages"),
         (dict(view=VIEW._replace(positions=np.arange(2))), "view.positions"),
+        (dict(view=VIEW._replace(page_tables=np.zeros((0, 2), np.int32))), "with a page"),
+        (dict(rope_pages=array(0, 4, 8), latent_pages=array(0, 4, 16)), "must not be empty"),
     ],
 )
 def test_latent_attention(changed, name):
@@ -98,8 +105,9 @@ def test_sums_of_choices():
     for weights in array(3, 1), array(1, 2), array(6):
         with pytest.raises(ValueError, match="weights"):
             combine(array(6, 4), position, weights)
-    with pytest.raises(ValueError, match="rows"):
-        combine(array(5, 4), position, array(3, 2))
+    for rows in (5, 7):
+        with pytest.raises(ValueError, match="rows"):
+            combine(array(rows, 4), position, array(3, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +131,8 @@ class Layer:
     [
         (Layer(token_slots=np.zeros(2, np.int32)), "token_slots"),
         (Layer(token_slots=None), "token_slots"),
+        (Layer(token_slots=np.zeros(3, np.float32)), "token_slots must be of type integer"),
+        (Layer(valid=np.full(3, 2)), "valid must be of type bool"),
         (Layer(valid=np.ones(1, bool)), "valid"),
         (Layer(experts=np.zeros(3, np.int32)), "experts"),
         (Layer(experts=np.zeros((3, 0), np.int32)), "experts"),
@@ -230,6 +240,7 @@ def test_angles(shape):
         (dict(kv=ColumnsOf(array(3, 24), -1)), "kv must have 24 columns"),
         (dict(cos=array(1, 4)), "cos must be"),
         (dict(rope_pages=array(2, 4, 4)), "rope_pages must have 8"),
+        (dict(view=VIEW._replace(request=np.zeros(2, np.int32))), "view.request"),
     ],
 )
 def test_rotated_latents(changed, name):
@@ -256,7 +267,16 @@ def test_rotated_latents(changed, name):
         (dict(k_up=array(8, 16, 8)), "k_up must be"),
         (dict(v_up=array(2, 8, 16)), "v_up must be"),
         (dict(v_up=array(4, 8, 8)), "v_up must be"),
-        (dict(key_lora=Lora(array(1, 4, 2, 8), array(1, 1, 2, 16), array(1, 1))), "both"),
+        (dict(key_lora=KEY_LORA), "both"),
+        (dict(key_lora=KEY_LORA, value_lora=VALUE_LORA._replace(b=array(1, 1, 2, 8))), "4 heads"),
+        (dict(key_lora=KEY_LORA._replace(scaling=array(1, 4)), value_lora=VALUE_LORA), "4 heads"),
+        (
+            dict(
+                key_lora=KEY_LORA,
+                value_lora=Lora(*(np.ones((2, *its.shape[1:])) for its in VALUE_LORA)),
+            ),
+            "same slots",
+        ),
     ],
 )
 def test_what_makes_heads_of_latents(changed, name):
@@ -268,3 +288,86 @@ def test_what_makes_heads_of_latents(changed, name):
         latent_attention(*queries, *pages, VIEW, kv_b, slots[:2], scale=0.25)
     with pytest.raises(ValueError, match=name):
         latent_attention(*queries, *pages, VIEW, kv_b._replace(**changed), slots, scale=0.25)
+
+
+def test_gradients_of_numpy_arrays():
+    def attended(q, k_pages, v_pages):
+        return paged_attention(q, k_pages, v_pages, VIEW, scale=0.25).sum()
+
+    arrays = GROUPED["q"], GROUPED["k_pages"], GROUPED["v_pages"]
+    expected = jax.grad(attended, (0, 1, 2))(*map(jnp.asarray, arrays))
+    for found in (
+        jax.grad(attended, (0, 1, 2))(*arrays),
+        jax.jit(jax.grad(attended, (0, 1, 2)))(*arrays),
+    ):
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+    weights, rows = array(3, 2), array(6, 4)
+    jax.grad(lambda its: combine(rows, np.arange(6).reshape(3, 2), its).sum())(weights)
+    half = array(3, 4)
+
+    def rotated(heads):
+        call = heads, None, None, half, half, array(2, 4, 2, 8), array(2, 4, 2, 8), VIEW
+        return sum(its.sum() for its in rotate_and_cache(*call, eps=1e-6))
+
+    assert jax.grad(rotated)(array(3, 8, 8)).shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int64])
+def test_views_of_any_integers(dtype):
+    """Places in the cache are past what these hold."""
+    pages, positions = np.zeros((80, 4, 1), np.float32), np.array([120], dtype)
+    view = PageView(np.zeros(1, dtype), positions, np.arange(80, dtype=dtype)[None, :40])
+    written = write_pages(pages, array(1, 1), view)
+    assert np.argwhere(written).tolist() == [[30, 0, 0]]
+
+
+def test_a_page_that_is_none_is_not_written():
+    view = PageView(np.zeros(1, np.int32), np.full(1, 5, np.int32), np.array([[0, -1]], np.int32))
+    assert not np.any(write_pages(array(6, 4, 1) * 0, array(1, 1), view))
+
+
+def test_no_token_has_a_gradient_of_nothing():
+    view = PageView(np.zeros(0, np.int32), np.zeros(0, np.int32), VIEW.page_tables)
+    call = {**GROUPED, "view": view, "q": jnp.zeros((0, 4, 16))}
+    dq, dk = jax.grad(
+        lambda q, k: paged_attention(**{**call, "q": q, "k_pages": k}, scale=0.25).sum(), (0, 1)
+    )(call["q"], jnp.asarray(call["k_pages"]))
+    assert dq.shape == (0, 4, 16) and not dk.any()
+
+
+def test_scales_of_64_bits_are_numbers():
+    with jax.enable_x64(True):
+        y = paged_attention(**GROUPED, scale=1 / np.sqrt(16))
+        _, weights = top_experts(array(3, 4), None, 2, Scoring(scale=np.float64(2.5)))
+        with pytest.raises(ValueError, match="k_pages are float64"):
+            paged_attention(**GROUPED | dict(k_pages=np.ones((2, 4, 2, 16))), scale=0.25)
+    assert y.dtype == weights.dtype == np.float32
+
+
+def test_logits_that_are_none():
+    for logits in array(3, 4, dtype=np.int32), array(4):
+        with pytest.raises(ValueError, match="logits must be"):
+            top_experts(logits, None, 2, Scoring())
+
+
+def test_rotated_features_are_of_heads_of_tokens():
+    for shape in (3, 8), (3, 3, 4, 8):
+        with pytest.raises(ValueError, match="x must be"):
+            rotate(array(*shape), array(3, 4), array(3, 4))
+
+
+def test_a_gradient_whose_u_is_data_is_differentiable_once():
+    x, experts = (
+        jnp.asarray(np.random.default_rng(0).standard_normal((3, 8))),
+        np.eye(3, 2, dtype=int),
+    )
+    weights, gate_up, down = array(3, 2), array(2, 6, 8), array(2, 8, 3)
+    lora = Lora(array(1, 1, 2, 8), array(1, 2, 2, 3), array(1, 1))
+
+    def loss(x):
+        return moe_mlp(x, experts, weights, np.zeros(3, int), gate_up, down, lora).sum()
+
+    assert jax.grad(loss)(x).any()
+    with pytest.raises(NotImplementedError, match="once"):
+        jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
