@@ -53,8 +53,9 @@ def grouped_lora_matmul(
 
     Exactness: a row's bits depend on that row, its group and its slot alone, not on M, the other
     rows, or its place among them; `jax.vmap` over slots or group sizes makes another program of
-    it, and one over `x` of its gradient, whose bits may differ (`lax.map` does not). Isolation: a NaN or Inf in a slot reaches only
-    that slot's rows and gradients. Both hold for the gradients with respect to `x` too.
+    it, and one over `x` of its gradient, whose bits may differ (`lax.map` does not). Isolation: a
+    NaN or Inf in a slot reaches only that slot's rows and gradients. Both hold for the gradients
+    with respect to `x` too.
 
     Differentiable, in reverse mode, with respect to `x` and `lora`. The base is frozen: the
     cotangents of `w` and `bias` are zero and are never computed. Gradients of `a` and `b` rows at
