@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ COMMANDS = (demo, generate, score, serve, train, rl, inspect, bench)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command; returns the exit status (2 for bad input, 130 after Ctrl-C)."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of characters that it does not know
     try:
         return options.run(options) or 0
     except LoraMoeError as error:

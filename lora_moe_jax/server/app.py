@@ -163,7 +163,7 @@ class _Service:
         asked = read_completion(await read_body(request))
         adapter = await self._adapter(asked.model)
         self._check_count(asked, len(asked.prompts))
-        prompts = await asyncio.to_thread(self._encode, asked.prompts)
+        prompts = await self._engine.encoded(asked.prompts, "prompts")
         reply = CompletionReply(self._engine.codec, asked.model)
         return await self._generate(request, asked, adapter, prompts, reply)
 
@@ -171,7 +171,7 @@ class _Service:
         asked = read_chat(await read_body(request))
         adapter = await self._adapter(asked.model)
         self._check_count(asked, 1)
-        prompt = await asyncio.to_thread(self._engine.codec.chat, asked.messages)
+        prompt = await self._engine.chat(asked.messages)
         reply = ChatReply(self._engine.codec, asked.model)
         return await self._generate(request, asked, adapter, [prompt], reply)
 
@@ -180,10 +180,6 @@ class _Service:
             self._engine.check_count(prompts * asked.n)
         except RequestError as error:
             raise refused(error, "n" if asked.n > 1 else "prompt") from error
-
-    def _encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        encode = self._engine.codec.encode
-        return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     async def _generate(
         self,

@@ -9,9 +9,10 @@ from pathlib import Path
 from starlette.responses import JSONResponse
 
 from lora_moe_jax.errors import LoraMoeError
-from lora_moe_jax.serving.async_engine import EngineClosedError
+from lora_moe_jax.serving.intake import UnknownAdapterError
 from lora_moe_jax.serving.queue_limit import QueueFullError
 from lora_moe_jax.serving.sleep import EngineAsleepError
+from lora_moe_jax.serving.workers import EngineClosedError
 
 
 class ApiError(Exception):
@@ -67,6 +68,8 @@ def refused(error: LoraMoeError, field: str | None = None) -> ApiError:
         return ApiError(503, message, kind="server_error", code="shutting_down")
     if isinstance(error, EngineAsleepError):
         return ApiError(503, message, kind="server_error", code="asleep")
+    if isinstance(error, UnknownAdapterError):
+        return ApiError(404, message, param=field or key, code="model_not_found")
     return ApiError(400, message, param=field or key)
 
 

@@ -29,6 +29,12 @@ def open_socket(host: str, port: int) -> socket.socket:
     Raises:
       ConfigError: the address cannot be listened on.
     """
+    if not host.strip():  # which to a socket means all of them, as of a variable that is not set
+        raise ConfigError(
+            "the host is empty",
+            key="--host",
+            expected="an address of this machine; 0.0.0.0 or :: for all of them",
+        )
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

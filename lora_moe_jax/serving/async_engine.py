@@ -10,13 +10,12 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Literal, TypeVar
 
 from lora_moe_jax.adapters import Adapter
 from lora_moe_jax.adapters.entry import AdapterInfo
-from lora_moe_jax.errors import RequestError
 from lora_moe_jax.serving import validate
 from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.intake import Prompt
@@ -27,14 +26,11 @@ from lora_moe_jax.serving.sampling_params import SamplingParams
 from lora_moe_jax.serving.stats import EngineStats
 from lora_moe_jax.serving.stream import RequestStream
 from lora_moe_jax.serving.text import TextCodec
+from lora_moe_jax.serving.workers import EngineClosedError, Workers
 
 DEFAULT_MAX_WAITING = 256
 
 T = TypeVar("T")
-
-
-class EngineClosedError(RequestError):
-    """The engine was closed before the request was done."""
 
 
 class AsyncEngine:
@@ -55,6 +51,7 @@ class AsyncEngine:
         check_limit(max_waiting)
         self.max_waiting = max_waiting
         self._engine = engine
+        self._workers = Workers()
         self._calls: list[_Call] = []  # the engine's thread alone touches them
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._closing = threading.Lock()  # nothing is put behind the command that stops
@@ -119,17 +116,30 @@ class AsyncEngine:
         Raises:
           RequestError: at once; a request cannot be served, or (QueueFullError) not now.
         """
-        prompts = await self._encoded(prompts, "prompts")
+        prompts = await self.encoded(prompts, "prompts")
         return await self._stream(
             prompts, lambda: self._engine.stream(prompts, params, adapters, priority)
         )
 
-    async def _encoded(self, prompts, key: str):
-        """Not in the engine's thread: a long text would keep everybody waiting."""
-        if isinstance(prompts, list | tuple) and any(isinstance(its, str) for its in prompts):
-            self.check_count(len(prompts))
-            return await asyncio.to_thread(self._engine._intake.encoded, prompts, key)
-        return prompts
+    async def encoded(self, prompts: Sequence[Prompt], key: str) -> Sequence[list[int]]:
+        """Token ids in place of texts, made beside the engine's steps; `key` is what errors say.
+
+        Raises:
+          RequestError: there are too many, or there is no tokenizer.
+        """
+        texts = isinstance(prompts, list | tuple) and [p for p in prompts if isinstance(p, str)]
+        if not texts:
+            return prompts
+        self.check_count(len(prompts))
+        encode = functools.partial(self._engine._intake.encoded, prompts, key)
+        return await self._workers.with_text(encode, sum(map(len, texts)))
+
+    async def chat(self, messages: Sequence[Mapping]) -> list[int]:
+        """`TextCodec.chat`, beside the engine's steps."""
+        codec = self._engine._intake.text_codec("messages")
+        return await self._workers.with_text(
+            functools.partial(codec.chat, messages), len(str(messages))
+        )
 
     async def _stream(self, prompts, open_stream: Callable[[], RequestStream]) -> DeltaStream:
         call = _Call()
@@ -157,7 +167,7 @@ class AsyncEngine:
         Raises:
           RequestError: it cannot be served, was aborted by `sleep`, or (QueueFullError) not now.
         """
-        token_ids = await self._encoded(token_ids, "token_ids")
+        token_ids = await self.encoded(token_ids, "token_ids")
         arguments = token_ids, adapters, return_logits, top_logprobs, priority
         stream = self._stream(token_ids, lambda: self._engine._open_scores(*arguments))
         with await stream as deltas:
@@ -170,7 +180,8 @@ class AsyncEngine:
     async def load_adapter(self, name: str, source: str | os.PathLike | Adapter) -> AdapterInfo:
         """`Engine.load_adapter`; it is read, checked and copied while the engine goes on."""
         await self._run(lambda: self._engine._check_new_version(name))
-        adapter = await asyncio.to_thread(self._engine._host_copy, source)
+        copy = functools.partial(self._engine._host_copy, source)
+        adapter = await self._workers.with_file(copy)
         return await self._run(lambda: self._engine._add_adapter(name, adapter))
 
     async def update_adapter(self, name: str, params) -> AdapterInfo:
@@ -213,6 +224,7 @@ class AsyncEngine:
             if not self._closed:
                 self._closed = True
                 self._commands.put((self._stop, Future()))
+        self._workers.close()
         self._thread.join()
 
     async def __aenter__(self) -> AsyncEngine:

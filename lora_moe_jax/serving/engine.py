@@ -26,6 +26,7 @@ from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, load_model, projections
 from lora_moe_jax.models.decoder import Decoder
 from lora_moe_jax.parallel.mesh import mesh_of
+from lora_moe_jax.parallel.own_placement import own_placement
 from lora_moe_jax.serving.base_copies import without_copies
 from lora_moe_jax.serving.compile_cache import use_compile_cache
 from lora_moe_jax.serving.compile_guard import compile_count, no_compile
@@ -108,6 +109,7 @@ class Engine:
         self._runner = Runner(steps, scheduler, codec)
 
     @classmethod
+    @own_placement()
     def from_pretrained(
         cls,
         folder: str | os.PathLike,
@@ -231,6 +233,7 @@ class Engine:
         return engine
 
     @classmethod
+    @own_placement()
     def from_model(
         cls,
         model: Decoder,
@@ -354,6 +357,7 @@ class Engine:
         """Makes an adapter that has a trainer one as any other."""
         self._adapters.end_training(name)
 
+    @_operation
     def adapter_slots(self, names: Sequence[str]) -> list[int]:
         """Puts adapters into slots, where they stay until the engine is asked for anything else.
 

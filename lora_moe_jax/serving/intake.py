@@ -17,6 +17,10 @@ from lora_moe_jax.serving.text import TextCodec
 Prompt = str | Sequence[int]
 
 
+class UnknownAdapterError(RequestError):
+    """A request for an adapter that is not loaded, or not any more."""
+
+
 class Intake:
     """Makes the requests of an engine. Its errors name the argument and the place in it.
 
@@ -131,7 +135,7 @@ class Intake:
             try:
                 request.adapter = None if name is None else self._adapters.get(name)
             except AdapterError as error:
-                raise RequestError(
+                raise UnknownAdapterError(
                     "the request names an adapter that is not loaded",
                     key=f"adapters[{index}]",
                     expected=error.expected,

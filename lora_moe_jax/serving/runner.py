@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from lora_moe_jax.parallel.own_placement import own_placement
 from lora_moe_jax.serving.compile_guard import no_compile
 from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.serving.request import (
@@ -90,7 +91,7 @@ class Runner:
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
         """What neither an interrupt nor another thread comes into; dropped requests end before."""
-        with uninterrupted(), self.lock:
+        with uninterrupted(), self.lock, own_placement():
             while self.dropped:
                 self._forget(self.dropped.popleft())
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -90,11 +91,15 @@ class MemorySizes:
 
 
 def free_bytes(mesh: Mesh | None) -> int | None:
-    """Free memory of the fullest device that is used; None where devices do not say."""
+    """Free memory of the fullest device that is used; None where devices do not say.
+
+    Of a CPU all that the machine has: what is free there nobody knows, as caches give way.
+    """
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     stats = [device.memory_stats() or {} for device in devices]
     if not all("bytes_limit" in each for each in stats):
-        return None
+        on_cpu = jax.default_backend() == "cpu" and hasattr(os, "sysconf")
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if on_cpu else None
     return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
 
 

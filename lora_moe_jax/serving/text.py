@@ -22,7 +22,15 @@ from lora_moe_jax.strict_json import read_json_object
 TOKENIZER_FILE = "tokenizer.json"
 _TOKEN_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 # What a template raises by itself, and what its expressions raise on messages of another shape.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError)
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class TextCodec:

@@ -47,6 +47,19 @@ def optimizer_of(optimizer: object) -> optax.GradientTransformation:
     return optimizer
 
 
+def check_moments(moments: optax.OptState) -> None:
+    """Raises ConfigError for a state of an optimizer that could not be saved."""
+    for leaf in jax.tree.leaves(moments):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ConfigError(
+                "the optimizer's state cannot be saved",
+                key="optimizer",
+                expected="arrays of numbers",
+                found=str(leaf.dtype),
+                hint="leave out what draws random numbers, as optax.add_noise does",
+            )
+
+
 def buckets_of(sizes: object) -> list[int]:
     """The sizes of flat batches, ascending; raises ConfigError."""
     good = isinstance(sizes, Sequence) and sizes and all(type(s) is int and s > 1 for s in sizes)

@@ -13,6 +13,7 @@ from lora_moe_jax.errors import RequestError
 from lora_moe_jax.training.datum import Row
 from lora_moe_jax.training.losses import Loss, LossBatch, LossFunction
 
+MOST_LOSSES = 32  # that are kept compiled: one that is defined anew for each batch is another
 SHORTEST = 16  # tokens: arrays are padded to powers of two, so that few shapes are compiled
 
 
@@ -63,19 +64,23 @@ def value_and_gradient(
         inputs={name: stacked([row.inputs[name] for row in rows]) for name in loss.needs},
         options=options,
     )
-    found = _value_and_gradient(loss.function, stacked(logprobs), batch)
+    found = _compiled(loss.function)(stacked(logprobs), batch)
     for array in found:
         array.copy_to_host_async()
     return Evaluated(rows, *found)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _value_and_gradient(function: LossFunction, logprobs, batch: LossBatch):
-    def total(logprobs):
-        loss = _checked(function(logprobs, batch), logprobs)
-        return loss if loss.ndim == 0 else jnp.sum(jnp.where(batch.mask, loss, 0))
+@functools.lru_cache(MOST_LOSSES)
+def _compiled(function: LossFunction):
+    @jax.jit
+    def value_and_gradient(logprobs, batch: LossBatch):
+        def total(logprobs):
+            loss = _checked(function(logprobs, batch), logprobs)
+            return loss if loss.ndim == 0 else jnp.sum(jnp.where(batch.mask, loss, 0))
 
-    return jax.value_and_grad(total)(logprobs)
+        return jax.value_and_grad(total)(logprobs)
+
+    return value_and_gradient
 
 
 def _checked(found: object, logprobs: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_moe_jax.errors import RequestError
+from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.training.arguments import check_step_settings
 from lora_moe_jax.training.data_order import DataOrder
 from lora_moe_jax.training.datum import Datum
@@ -114,15 +115,21 @@ def _run(
     order: DataOrder,
 ) -> Iterator[SftReport]:
     trainer.zero_gradients(name)
+    done = order.taken
     for batch in batches(examples, order, config):
         learned = sum(example.learned for example in batch)
-        found = trainer.forward_backward([_datum(name, one, learned) for one in batch])
-        stepped = trainer.optim_step(
-            name,
-            config.learning_rate,
-            weight_decay=config.weight_decay,
-            clip_norm=config.clip_norm,
-        )[name]
+        try:
+            found = trainer.forward_backward([_datum(name, one, learned) for one in batch])
+            with uninterrupted():
+                stepped = trainer.optim_step(
+                    name,
+                    config.learning_rate,
+                    weight_decay=config.weight_decay,
+                    clip_norm=config.clip_norm,
+                )[name]
+                done = order.taken
+        finally:
+            order.taken = done  # a step that failed has taken nothing
         yield SftReport(
             stepped.steps,
             found.losses[name],

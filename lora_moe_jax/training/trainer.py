@@ -18,11 +18,13 @@ from lora_moe_jax.adapters.projection import Projection
 from lora_moe_jax.errors import AdapterError, RequestError
 from lora_moe_jax.layers.build import SlotConfig
 from lora_moe_jax.models.build import abstract_model, projections
+from lora_moe_jax.parallel.own_placement import own_placement
 from lora_moe_jax.serving.engine import Engine
 from lora_moe_jax.serving.interrupts import uninterrupted
 from lora_moe_jax.training.arguments import (
     buckets_of,
     check_engine,
+    check_moments,
     check_step_settings,
     checked_number,
     names_of,
@@ -100,7 +102,9 @@ class Trainer:
             adapters in it, once for up to 8, and so on. The largest bounds a sequence and the
             memory. Default: the engine's `max_length`, and four times that.
           optimizer: how optax scales gradients, without learning rate, weight decay and clipping.
-            Default: `optax.scale_by_adam()`, which makes it AdamW.
+            Default: `optax.scale_by_adam()`, which makes it AdamW. Projections of the same shapes
+            are one array to it, with an axis for them in front: what looks at a parameter as a
+            whole (a trust ratio, the RMS of a block) sees them together.
           progress: show a bar on stderr while functions are compiled.
 
         Raises:
@@ -124,6 +128,7 @@ class Trainer:
 
     # Adapters
 
+    @own_placement()
     def add_adapter(
         self, name: str, source: LoraConfig | Adapter | str | os.PathLike | None = None
     ) -> AdapterInfo:
@@ -138,12 +143,15 @@ class Trainer:
         Raises:
           AdapterError: the name is taken, the source does not fit the engine or could not be served
             exactly, or no slot can be had. Nothing has changed then.
+          ConfigError: the optimizer's state for it could not be saved.
         """
         check_name(name)
         self._check_new(name)
         self._engine._check_new_version(name)  # it has no ranks while it sleeps
         stacks, masters = self._begun(LoraConfig() if source is None else source)
-        training = Training(stacks, *self._placed((masters, self._optimizer.init(masters))))
+        moments = self._optimizer.init(masters)
+        check_moments(moments)
+        training = Training(stacks, *self._placed((masters, moments)))
         with uninterrupted():  # the engine's word and this one's belong together
             info = self._publish(name, training)
             self._adapters[name] = training
@@ -188,6 +196,7 @@ class Trainer:
             for name, training in self._adapters.items()
         ]
 
+    @own_placement()
     def update_engine(self, name: str) -> AdapterInfo:
         """Makes the parameters the engine's newest version, as every good step does by itself.
 
@@ -263,6 +272,7 @@ class Trainer:
         self._writer.wait()
 
     @classmethod
+    @own_placement()
     def restore(
         cls,
         engine: Engine,
@@ -327,6 +337,7 @@ class Trainer:
         """Tokens of the longest sequence that can be trained on."""
         return min(self._pass.sizes[-1].tokens, self._engine.config.max_position)
 
+    @own_placement()
     def forward_backward(
         self,
         batch: Sequence[Datum],
@@ -357,10 +368,11 @@ class Trainer:
         names = list(dict.fromkeys(row.adapter for row in rows))
         run = BatchRun(self._pass, self._in_slots(names), loss, options)
         run.run(rows)
-        for name, gradients in run.gradients.items():
-            training = self._adapters[name]
-            before = training.gradients
-            training.gradients = gradients if before is None else sums(before, gradients)
+        with uninterrupted():  # a batch counts for all of its adapters, and sums donate
+            for name, gradients in run.gradients.items():
+                training = self._adapters[name]
+                before = training.gradients
+                training.gradients = gradients if before is None else sums(before, gradients)
         weights = dict.fromkeys(names, 0.0)
         for row in rows:
             weights[row.adapter] += float(row.weights.sum(dtype=np.float64))
@@ -375,6 +387,7 @@ class Trainer:
         for training in [self._training(name) for name in names_of(names)]:
             training.gradients = None
 
+    @own_placement()
     def optim_step(
         self,
         names: str | Sequence[str],

@@ -86,7 +86,7 @@ def paged_attention(
     Differentiable with respect to q and the pages where the batch holds whole sequences, positions
     from 0 on: training. The gradient has the same exactness and isolation. With "mosaic_gpu" it is
     kernels for bfloat16 heads of 64 or 128 columns (192 of queries and keys); otherwise plain JAX,
-    whatever the implementation.
+    whatever the implementation, whose bits on a GPU depend on how many tokens there are.
 
     Args:
       sinks: a logit of each head that is one more score of each of its tokens, and adds no value

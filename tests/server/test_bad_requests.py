@@ -9,6 +9,8 @@ import openai
 import pytest
 
 from lora_moe_jax.server import protocol
+from lora_moe_jax.server.errors import refused
+from lora_moe_jax.serving.intake import UnknownAdapterError
 from tests.server.conftest import PROMPT, metrics
 
 COMPLETION = {"model": "pocket", "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
@@ -245,3 +247,9 @@ def test_openais_client_understands_refusals(client):
         client.completions.create(model="pocket", prompt="x", extra_body={"wat": 1})
     assert (error.value.param, error.value.code) == ("wat", "unknown_parameter")
     assert "wat is not known" in str(error.value)
+
+
+def test_an_adapter_that_goes_while_a_text_becomes_tokens_is_an_unknown_model():
+    error = refused(UnknownAdapterError("not loaded", key="adapters[3]", found="'a'"))
+    assert (error.status, error.body["error"]["code"]) == (404, "model_not_found")
+    assert error.body["error"]["param"] == "model"

@@ -285,6 +285,7 @@ def test_what_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys, t
     with open_socket("127.0.0.1", 0) as taken:  # by a server that is loading its model
         assert "cannot listen" in refusal("--port", str(taken.getsockname()[1]))
     assert "API key is empty" in refusal("--api-key", "")
+    assert "the host is empty" in refusal("--host", " ")
     assert "spaces around" in refusal("--api-key", "key ")
     assert "cannot listen" in refusal("--port", "70000")
     assert "cannot listen" in refusal("--host", "no.such.host.invalid")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 
 import jax
 import pytest
@@ -155,6 +156,9 @@ def test_free_memory_is_that_of_the_fullest_device(monkeypatch):
     devices({"bytes_limit": 100, "bytes_in_use": 30})
     assert sizes.free_bytes(None) == 70
     devices(None)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert sizes.free_bytes(None) == machine
+    monkeypatch.setattr(sizes.jax, "default_backend", lambda: "tpu")
     assert sizes.free_bytes(None) is None
 
     class Mesh:

@@ -189,6 +189,8 @@ def test_chat_template():
         (TEMPLATE, ["hi"], "list of objects"),
         (TEMPLATE, None, "list of objects"),
         ("{{ 1 / 0 }}", [], "refused"),
+        ("{{ messages[0].content | dictsort }}", [{"role": "user", "content": "hi"}], "refused"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", [], "refused"),
         ("{{ messages[0].content[3:].missing.part }}", [], "refused"),
         ("{% if %}", [], "cannot be read"),
         ("{% generation %}x", [], "cannot be read"),
