@@ -8,14 +8,15 @@ down. Letters: T tokens, E local experts, H hidden width, I expert width.
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.grouped_lora_matmul import xla
 from pallas_kernels.grouped_lora_matmul.api import (
     check_bias,
     check_call,
@@ -147,13 +148,38 @@ def _shares_a(lora, groups: int) -> bool:
     return bool(pairs) and groups > 1 and all(pair.a.shape[1] == 1 for pair in pairs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _shared_u(backend, x, token_slots, lora, route):
     """u of each row from x·Aᵀ of each token, where all experts share A.
 
-    The gradients of these are those of the product that u goes into. That of a gradient, for which
-    u is data, would lack what u is made of: it is refused.
+    Their gradients are those of the product that u goes into. That of a gradient, for which u is
+    data, would lack what u is made of: it is refused, which kernels do by themselves.
     """
+    if backend is xla:
+        return _differentiable_once(x, token_slots, lora, route)
+    return _rows_of_tokens(backend, *lax.stop_gradient((x, token_slots, lora)), route)
+
+
+@jax.custom_vjp
+def _differentiable_once(*arguments):
+    return _rows_of_tokens(xla, *arguments)
+
+
+def _once_forward(*arguments):
+    # This is what a second gradient comes to.
+    return _differentiable_once(*jax.tree.map(lambda its: its.value, arguments)), None
+
+
+def _once_backward(saved, du):
+    del saved
+    if any(type(its) is not SymbolicZero for its in jax.tree.leaves(du)):
+        raise NotImplementedError("moe_mlp is differentiable once where all experts share A")
+    return None, None, None, None
+
+
+_differentiable_once.defvjp(_once_forward, _once_backward, symbolic_zeros=True)
+
+
+def _rows_of_tokens(backend, x, token_slots, lora, route):
     terms = terms_of_parts((0,) * len(lora), lora)
     one = [term.pair.scaling.shape[1] == 1 for term in terms]
     u = backend.shrink(
@@ -171,21 +197,6 @@ def _shared_u(backend, x, token_slots, lora, route):
             classes = slice(part, None, count)
             rows[classes] = _scaled(rows[classes], terms[classes], route.tables)
     return Once.of(tuple(rows))
-
-
-def _shared_u_forward(backend, *arguments):
-    arguments = jax.tree.map(lambda its: its.value, arguments)
-    return _shared_u(backend, *arguments), None
-
-
-def _shared_u_backward(backend, saved, du):
-    del backend, saved
-    if any(type(its) is not SymbolicZero for its in jax.tree.leaves(du)):
-        raise NotImplementedError("moe_mlp is differentiable once where all experts share A")
-    return None, None, None, None
-
-
-_shared_u.defvjp(_shared_u_forward, _shared_u_backward, symbolic_zeros=True)
 
 
 def _scaled(u, terms, tables):

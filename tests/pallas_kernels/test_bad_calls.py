@@ -357,6 +357,7 @@ def test_rotated_features_are_of_heads_of_tokens():
             rotate(array(*shape), array(3, 4), array(3, 4))
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels refuse it by themselves")
 def test_a_gradient_whose_u_is_data_is_differentiable_once():
     x, experts = (
         jnp.asarray(np.random.default_rng(0).standard_normal((3, 8))),
@@ -366,8 +367,7 @@ def test_a_gradient_whose_u_is_data_is_differentiable_once():
     lora = Lora(array(1, 1, 2, 8), array(1, 2, 2, 3), array(1, 1))
 
     def loss(x):
-        call = x, experts, weights, np.zeros(3, int), gate_up, down, lora
-        return moe_mlp(*call, implementation="xla").sum()
+        return moe_mlp(x, experts, weights, np.zeros(3, int), gate_up, down, lora).sum()
 
     assert jax.grad(loss)(x).any()
     with pytest.raises(NotImplementedError, match="once"):
