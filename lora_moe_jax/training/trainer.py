@@ -346,7 +346,8 @@ class Trainer:
     ) -> ForwardBackward:
         """Computes every sequence's logprobs, and adds the loss's gradients to their adapters'.
 
-        An adapter's logprobs, loss and gradient are, bit for bit, those of its sequences alone.
+        An adapter's logprobs, loss and gradient are, bit for bit, those of its sequences alone (on
+        a GPU the gradient where attention's has kernels, see `pallas_kernels.paged_attention`).
         Gradients of several calls add up until `optim_step`.
 
         Args:
