@@ -100,8 +100,8 @@ def paged_attention(
       NotImplementedError: an implementation that cannot serve these shapes.
     """
     check_grouped(q, k_pages, v_pages, view, sliding_window, sinks)
+    backend = _choose_backend(implementation, "check_grouped", q, k_pages, v_pages, view, sinks)
     arguments = *of_jax((q, k_pages, v_pages)), in_32_bits(view), of_jax(sinks)
-    backend = _choose_backend(implementation, "check_grouped", *arguments)
     return differentiable.paged_attention(backend, float(scale), sliding_window, *arguments)
 
 
@@ -123,8 +123,8 @@ def paged_latent_attention(
     """
     arrays = q_latent, q_rope, latent_pages, rope_pages
     check_latent(*arrays, view)
+    backend = _choose_backend(implementation, "check_latent", *arrays, view)
     arguments = *of_jax(arrays), in_32_bits(view)
-    backend = _choose_backend(implementation, "check_latent", *arguments)
     return differentiable.paged_latent_attention(backend, float(scale), *arguments)
 
 
