@@ -251,8 +251,9 @@ def test_refusals_name_the_shapes(changed, said):
     of_tokens = jax.ShapeDtypeStruct((sizes["tokens"],), jnp.int32)
     tables = jax.ShapeDtypeStruct((64, sizes["columns"]), jnp.int32)
     view = PageView(of_tokens, of_tokens, tables)
+    attend = functools.partial(paged_attention, scale=1.0, implementation="mosaic_tpu")
     with pytest.raises(NotImplementedError, match=f"{said}.*{sizes['heads']}"):
-        paged_attention(q, k, v, view, scale=1.0, implementation="mosaic_tpu")
+        jax.eval_shape(attend, q, k, v, view)
 
 
 def test_a_tpu_takes_it_where_it_serves_widths_heads_and_pages(monkeypatch):
