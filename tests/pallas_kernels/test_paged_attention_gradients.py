@@ -117,7 +117,7 @@ def test_bits_are_those_of_the_sequence_alone(kind):
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="XLA chooses products by their sizes")
 @pytest.mark.parametrize("kind", ["heads", "sinks", "latent"])
 def test_bits_do_not_depend_on_how_many_others_there_are(kind):
-    """With XLA's optimizations (on the oldest Python in CI): loops over other numbers of tiles."""
+    """With XLA's optimizations (in CI): loops over other numbers of tiles."""
     shapes = [(HEADS, 32), (KV_HEADS, 32), (KV_HEADS, 32), (HEADS, 32)]
     if kind == "latent":
         shapes = [*SHAPES[kind], (HEADS, LATENT)]

@@ -179,7 +179,7 @@ def test_gradients():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("features", [33, 128])
 def test_bits_of_the_gradient_of_a_norm_are_its_rows(implementation, features):
-    """With XLA's optimizations (on the oldest Python in CI): one row is a loop of its own."""
+    """With XLA's optimizations (in CI; JAX 0.11 or newer): one row is a loop of its own."""
     x, dy, weight = normal(20, features), normal(20, features, seed=1), normal(features, seed=2)
     norm = functools.partial(rms_norm, weight=weight, eps=1e-6, implementation=implementation)
     (together,) = pulled(norm, dy, x)

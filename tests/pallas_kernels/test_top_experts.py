@@ -153,7 +153,7 @@ def test_the_gradient_is_that_of_the_weights(implementation, scoring):
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 def test_bits_of_a_gradient_depend_on_the_token_alone(scoring):
-    """With XLA's optimizations (on the oldest Python in CI): loops over other numbers of tokens."""
+    """With XLA's optimizations (in CI; JAX 0.11 or newer): loops over other numbers of tokens."""
     rng = np.random.default_rng(0)
     logits, dweights = (rng.standard_normal((256, n)).astype(np.float32) for n in (64, 6))
 
