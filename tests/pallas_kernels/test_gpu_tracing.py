@@ -242,6 +242,19 @@ def is_in(atom, some):
     return not hasattr(atom, "val") and atom in some
 
 
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_gradients_with_a_that_experts_share(tokens):
+    """Of few rows, too, where the parts of what has one kernel are differentiated."""
+    function, (x, *routed, gate, _, down) = layer("qwen3-30b-a3b", tokens)
+    shared = gate._replace(a=jax.ShapeDtypeStruct((8, 1, RANK, x.shape[1]), x.dtype))
+
+    def total(x, pair, *rest):
+        return jnp.sum(function(x, *rest[:5], pair, pair, *rest[5:]))
+
+    _, found = jax.eval_shape(jax.grad(total, argnums=(0, 1)), x, shared, *routed, down)
+    assert found.a.shape == shared.a.shape
+
+
 def jaxprs_in(eqn):
     """The programs that an operation runs, and what of its operands each takes."""
     params = eqn.params
