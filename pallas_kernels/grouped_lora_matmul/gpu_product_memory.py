@@ -21,6 +21,8 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_stages import Stages
 from pallas_kernels.grouped_lora_matmul.gpu_rows import slot_of
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 
+SHORT = 48  # rows of u that are loaded for a run that has fewer
+
 
 class ProductMemory:
     """Loads x and W of a tile's K steps, then B and u of its adapters.
@@ -232,16 +234,17 @@ class ProductMemory:
         """The low-rank steps of one slot, with u of all the tile's rows, after `count` others."""
 
         def load(height, count):
-            return self.load_low_rank(tile, 0, height, slot, first_step, count)
+            load_u = functools.partial(self.load_u, tile, 0, height)
+            return self.load_low_rank(tile, load_u, slot, first_step, count)
 
         return for_height(self.schedule.heights, tile.rows, load, count)
 
     def load_whole_runs(self, tile, first_step):
-        """The low-rank steps of each run, with u of all the tile's rows."""
+        """The low-rank steps of each run, with u where the run has rows."""
 
         def load(slot, first, stop, count):
-            del first, stop
-            return self.load_whole(tile, first_step, slot, count)
+            load_u = functools.partial(self.load_u_of_run, tile, first, stop)
+            return self.load_low_rank(tile, load_u, slot, first_step, count)
 
         return self.feed.walk_runs(tile, 0, tile.rows, load, jnp.int32(0))
 
@@ -252,17 +255,17 @@ class ProductMemory:
         def load_chunk(chunk, count):
             def load(slot, first, stop, count):
                 del first, stop
-                return self.load_low_rank(tile, chunk * size, size, slot, first_step, count)
+                return self.load_low_rank(tile, load_u, slot, first_step, count)
 
             begin = chunk * size
+            load_u = functools.partial(self.load_u, tile, begin, size)
             return self.feed.walk_runs(tile, begin, jnp.minimum(adapted, begin + size), load, count)
 
         return lax.fori_loop(0, lax.div(adapted + size - 1, size), load_chunk, count)
 
-    def load_low_rank(self, tile, begin, rows, slot, first_step, count):
-        """B of a slot and u of `rows` rows: its low-rank steps, after `count` others."""
+    def load_low_rank(self, tile, load_u, slot, first_step, count):
+        """B of a slot, and u as a function loads it: its low-rank steps, after `count` others."""
         layout = self.layout
-        of_tile = pl.ds(tile.row + begin, rows)
 
         def load_set(its, j, count):
             step, stage, run, barrier = self.stages.of_run(first_step, count)
@@ -271,21 +274,37 @@ class ProductMemory:
             for place, term in enumerate(its.terms):
                 target = stage, run, place, barrier
                 self.load_b(tile, its.rank_class.own(slot), term, first_rank, *target)
-                if layout.inner:
-                    continue
-                plgpu.copy_gmem_to_smem(
-                    self.lora.u[layout.u_array[term]].at[
-                        of_tile, pl.ds(layout.u_first[term] + first_rank, layout.rank_step)
-                    ],
-                    self.stages.u_load.at[stage, run, pl.ds(place * layout.x_rows, rows)],
-                    barrier,
-                )
+                if not layout.inner:
+                    load_u(term, first_rank, *target)
             return count + 1
 
         for its in layout.sets():
             load = functools.partial(load_set, its)
             count = lax.fori_loop(0, layout.steps_of(its, tile.feature, slot), load, count)
         return count
+
+    def load_u(self, tile, begin, rows, term, first_rank, stage, run, place, barrier, at=0):
+        """A term's u of `rows` of the tile's rows, from row `at` on."""
+        layout = self.layout
+        ranks = pl.ds(layout.u_first[term] + first_rank, layout.rank_step)
+        plgpu.copy_gmem_to_smem(
+            self.lora.u[layout.u_array[term]].at[pl.ds(tile.row + begin, rows), ranks],
+            self.stages.u_load.at[stage, run, pl.ds(place * layout.x_rows + at, rows)],
+            barrier,
+        )
+
+    def load_u_of_run(self, tile, first, stop, *target):
+        """u of a run, where its rows are: the others become zeros, and few of them are loaded.
+
+        Two conditions in place of `cond` make ptxas take descriptors' addresses from registers of
+        lanes, in the whole kernel: 300 instructions more (NOTES, "Code that is there").
+        """
+        most = self.layout.x_rows
+        begin = jnp.minimum(first - lax.rem(first, jnp.int32(8)), most - SHORT)
+        begin = pl.multiple_of(begin, 8)
+        is_short = stop - begin <= SHORT
+        short = functools.partial(self.load_u, tile, begin, SHORT, *target, at=begin)
+        lax.cond(is_short, short, functools.partial(self.load_u, tile, 0, most, *target))
 
     def load_b(self, tile, slot, term, first_rank, stage, run, place, barrier):
         layout = self.layout

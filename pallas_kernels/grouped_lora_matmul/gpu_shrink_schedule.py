@@ -11,6 +11,7 @@ BLOCKS_OF_ROWS = 4 * PROGRAMS  # up to so many rows, a unit of a shrink is a blo
 BLOCK_OF_ROWS = 8  # at most, of a unit of a shrink of few rows
 SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
 MOST_STAGES = 12  # of a ring
+GATHERED_STAGES = 3  # where threads gather rows through the L1, which is what stages leave
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ def shrink_of_spread(
     _, owned = packed_columns(ranks, shrink.rank_tile)
     beside = memory_beside_shrink(shrink.heights[-1]) + 2 * whole(row_bytes, ARRAY)
     stage = stage_of_shrink(shrink.heights[-1], sum(owned))
-    stages = min(MOST_STAGES, (SHARED_MEMORY - beside) // stage)
+    stages = min(GATHERED_STAGES, (SHARED_MEMORY - beside) // stage)
     return dataclasses.replace(shrink, stages=stages) if stages >= 2 else None
 
 

@@ -184,7 +184,7 @@ def test_a_slot_of_nan_stays_apart():
 def test_memory():
     """Stages of both where rows are as wide as any model's; none where they are too wide."""
     schedule = shrink_schedule(MANY, (16, 16), 16, 2048)
-    assert shrink_of_spread(schedule, (16, 16), 2 * 2048).stages == 4
+    assert shrink_of_spread(schedule, (16, 16), 2 * 2048).stages == 3
     assert shrink_of_spread(schedule, (16, 16), 2 * 7168).stages == 3
     assert shrink_of_spread(schedule, (64, 64), 2 * 7168).stages == 2
     assert shrink_of_spread(schedule, (64, 64), 2 * 32768) is None
