@@ -17,7 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import implementation
 
-MOST_ROWS = 2048  # of a kernel; with more, its start is a small part of its time
+# Of a kernel. Of one that begins early any multiprocessor has any program: with more rows, programs
+# that read the same lose more than is gained (NOTES, "Which multiprocessor has which program").
+MOST_ROWS = 2048
 
 
 def begins_early(rows: int) -> bool:
