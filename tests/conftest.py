@@ -4,6 +4,7 @@ which tests one worker runs."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_num_cpu_devices", 4)
+
+# What a shell runs in the background inherits that Ctrl-C is ignored, and tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What one process has compiled, the others (workers, and programs that tests run) find on disk.
 COMPILED = {
