@@ -647,6 +647,13 @@ def test_in_place_tiles_without_rows_wait_for_nothing():
     check_product(case, (np.array([146, 158], np.int32), slots))
 
 
+def test_in_place_runs_of_any_length_have_their_u():
+    """Of short ones a few rows are loaded, not past the tile's end; of longer ones all."""
+    case = ProductCase(128, 64, 192, (Term(0, 192, 8),), groups=2, cut=(TALL,))
+    slots = np.repeat(np.array([0, 1, 2, -1, 0], np.int32), (60, 8, 50, 3, 7))
+    check_product(case, (np.array([0, 128], np.int32), slots))
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 def test_one_number_that_is_not_finite_stays_apart_in_place(value):
