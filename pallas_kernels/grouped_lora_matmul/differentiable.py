@@ -65,6 +65,14 @@ which is differentiable by itself. Letters as in `api.py`; u is a backend's own 
         each slot when shape is (S, 1): summed in float32 (float64 for float64), then rounded to
         dtype. Slots are shape[0] from `first` on. right is a plain array.
 
+    SHRINKS_WITH_OUTER
+        Whether there is `shrink_with_outer`.
+    shrink_with_outer(lefts, right, tables, factors, starts, scalings, firsts)
+            -> (u of each term, [S, G, rank, width] of each), or None
+        `shrink` of right, and `outer` of lefts and the same columns of right for the buckets that
+        factors are of, rounded to their dtype, in one kernel that reads right once. None: not of
+        these. Bits are those of both.
+
 Slots come in rank classes, and each term of a part is one class: term p has the slots
 [firsts[p], firsts[p] + factors[p].shape[0]). Terms go class by class, each with the same parts in
 the same order, and those of a call together have every slot that a row has.
@@ -144,12 +152,11 @@ def _backward(backend, parts, gate, out_dtype, saved, dy):
 def gradients(backend, parts, x, w, tables, lora, u, dy):
     """dx and dlora of a product without a gate; u is that of its forward pass."""
     terms = terms_of_parts(parts, lora)
-    starts, firsts = (tuple(getattr(term, name) for term in terms) for name in ("start", "first"))
-    a, b, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in Lora._fields)
-    du = backend.shrink(dy, tables, b, starts, scalings, firsts) if terms else ()
+    firsts = tuple(term.first for term in terms)
+    a = tuple(term.pair.a for term in terms)
+    du, db = shrink_with_b_gradients(backend, terms, dy, u, tables)
     dx = backend.product(dy, w, tables, du, a, (0,) * len(terms), firsts, contract=1)
     da = a_gradients(backend, terms, x, du, tables)
-    db = b_gradients(backend, terms, dy, u, tables)
     count = sum(entry is not None for entry in lora)
     of_term = [None] * len(terms)
     for part in range(count):
@@ -175,6 +182,20 @@ def _product(backend, x, w, bias, tables, u, terms, gate, out_dtype):
     starts, firsts = (tuple(getattr(term, name) for term in terms) for name in ("start", "first"))
     arrays = x, w, tables, u, factors, starts, firsts
     return backend.product(*arrays, contract=2, gate=gate, out_dtype=out_dtype, bias=bias)
+
+
+def shrink_with_b_gradients(backend, terms, dy, u, tables):
+    """du of dy, and dB, of all terms."""
+    if not terms:
+        return (), []
+    starts, firsts = (tuple(getattr(term, name) for term in terms) for name in ("start", "first"))
+    b, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in ("b", "scaling"))
+    arrays = dy, tables, b, starts, scalings, firsts
+    found = None
+    if backend.SHRINKS_WITH_OUTER:
+        lefts = tuple((its, _rank(term)) for its, term in zip(u, terms, strict=True))
+        found = backend.shrink_with_outer(lefts, *arrays)
+    return found or (backend.shrink(*arrays), b_gradients(backend, terms, dy, u, tables))
 
 
 def a_gradients(backend, terms, x, du, tables):

@@ -186,9 +186,9 @@ def outer_kernel(
 
                         @pl.when(kept < ROWS)
                         def _clear_others():
-                            _keep_rows(left_tiles.at[stage], kept)
+                            keep_rows(left_tiles.at[stage], kept)
                             for block in range(FEATURES // 64):
-                                _keep_rows(right_tiles.at[stage, block], kept)
+                                keep_rows(right_tiles.at[stage, block], kept)
                             plgpu.commit_smem()
 
                         for block, accumulator in enumerate(accumulators):
@@ -269,7 +269,7 @@ def outer_kernel(
     return tuple(its[:, :, :width] for its, (_, width) in zip(sums, spans, strict=True))
 
 
-def _keep_rows(tile, count):
+def keep_rows(tile, count):
     """Zeroes the rows of a [rows, 64] tile from `count` on."""
     values = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
     row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)

@@ -28,8 +28,9 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
     shrink_ahead,
     shrink_beside,
 )
-from pallas_kernels.grouped_lora_matmul.gpu_shrink import shrink_kernel
+from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout, widest_ranks
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_outer import STAGES, shrink_outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     BLOCKS_OF_ROWS,
     packed_columns,
@@ -53,6 +54,8 @@ READS_LAYERS = True
 NORMED_ROWS = 1
 EXPERTS_AT_ONCE = gpu_rows.FEW_ROWS
 ROUTED_AT_ONCE = gpu_rows.UNSORTED_ROWS
+SHRINKS_WITH_OUTER = True
+LEAST_BUCKETS = 64  # of a kernel whose unit is a bucket: fewer leave half of the programs idle
 MOST_CHOSEN = 2  # tokens: each program chooses for one after the other
 MOST_BYTES_OF_NORM = 64 * 1024  # of shared memory, for one row: more would be stages less
 MAX_RANK = 128
@@ -426,6 +429,33 @@ def outer(lefts, right, spans, tables: Tables, first: int, shape, dtype):
     array, columns = _one_array(lefts)
     sums = outer_kernel(array, columns, right, spans, runs, dtype)
     return tuple(its.reshape(*shape, *its.shape[1:]) for its in sums)
+
+
+def shrink_with_outer(lefts, right, tables: Tables, factors, starts, scalings, firsts):
+    """`shrink` and `outer` of many rows in one kernel; see `differentiable.py`.
+
+    None of few rows or buckets, of rows whose buckets may be many runs, of rank classes, of ranks
+    above 32, and of factors that groups share.
+    """
+    slots, groups = factors[0].shape[:2]
+    spans = tuple((start, its.shape[3]) for start, its in zip(starts, factors, strict=True))
+    tile = rank_tile(max(factor.shape[2] for factor in factors))
+    per_expert = all(its.shape[:2] == (slots, groups) for its in factors) and groups > 1
+    of_one_class = len(set(firsts)) == 1 and len(set(spans)) == len(spans)
+    many = right.shape[0] > gpu_rows.FEW_ROWS and slots * groups >= LEAST_BUCKETS
+    in_runs = tables.in_order or slots == 1
+    served = per_expert and of_one_class and many and in_runs and tile in STAGES
+    if not served or is_layered(factors[0]):
+        return None
+    left, columns = _one_array(lefts)
+    if any(first // 64 != (first + rank - 1) // 64 for first, rank in columns):
+        return None
+    runs = gpu_rows.runs_of_buckets(tables, firsts[0], slots, groups)
+    arrays = left, columns, right, spans, runs, factors, scalings, tile
+    u, sums = shrink_outer_kernel(*arrays)
+    ranks = (factor.shape[2] for factor in factors)
+    u = tuple(Columns(u, tile * term, rank) for term, rank in enumerate(ranks))
+    return u, tuple(its.reshape(slots, groups, *its.shape[1:]) for its in sums)
 
 
 def _one_array(lefts):

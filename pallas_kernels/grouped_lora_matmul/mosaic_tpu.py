@@ -29,6 +29,7 @@ from pallas_kernels.routing_plan.api import routing_plan
 
 READS_LAYERS = True
 NORMED_ROWS = EXPERTS_AT_ONCE = ROUTED_AT_ONCE = 0
+SHRINKS_WITH_OUTER = False
 DTYPES = (jnp.bfloat16, jnp.float32)
 
 

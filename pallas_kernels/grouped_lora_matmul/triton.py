@@ -37,6 +37,7 @@ class Tile(NamedTuple):
 
 READS_LAYERS = False
 NORMED_ROWS = EXPERTS_AT_ONCE = ROUTED_AT_ONCE = 0
+SHRINKS_WITH_OUTER = False
 LOW, TALL = Tile(16, 16, 128), Tile(32, 64, 32)
 MOST_LOW = 512  # tiles: with more, low ones take longer than tall ones
 SHRINK_DEPTH = 256

@@ -29,6 +29,7 @@ from pallas_kernels.routing_plan.api import routing_plan
 
 READS_LAYERS = False
 NORMED_ROWS = EXPERTS_AT_ONCE = ROUTED_AT_ONCE = 0
+SHRINKS_WITH_OUTER = False
 TILE = 32  # rows of one product of the weight gradients
 LANES = 16  # partial sums of one dot product x·A; vectorises, and fixes the order of the sum
 K_BLOCK = 512  # columns of x that one fused loop reads

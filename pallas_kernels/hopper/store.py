@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LINE = 128  # bytes of shared memory
 
 
 def store_registers(target, values, *, swizzled: bool):
@@ -25,8 +28,11 @@ def store_rows(buffer, target, first_row, count, rows, *rest):
 
     `rest` says where in the target's other axes.
 
-    The copy engine's boxes have static sizes, and rows past `count` belong to others.
+    The copy engine's boxes have static sizes and begin at whole lines of the buffer, and rows past
+    `count` belong to others.
     """
+    row_bytes = buffer.shape[-1] * jnp.dtype(buffer.dtype).itemsize
+    rows_of_line = max(1, LINE // row_bytes)
 
     def copy(offset, size):
         plgpu.copy_smem_to_gmem(
@@ -40,11 +46,14 @@ def store_rows(buffer, target, first_row, count, rows, *rest):
     @pl.when(count < rows)
     def _pieces():
         size = 1 << (rows - 1).bit_length() >> 1
-        while size:
+        while size >= rows_of_line:
             # What the larger pieces have stored: the higher bits of count.
             offset = count & (-2 * size)
             pl.when((count & size) != 0)(functools.partial(copy, offset, size))
             size //= 2
+        for size in range(1, rows_of_line):
+            rest_of_line = count & (rows_of_line - 1)
+            pl.when(rest_of_line == size)(functools.partial(copy, count - size, size))
 
     plgpu.commit_smem_to_gmem_group()
 

@@ -101,32 +101,27 @@ def _backward(backend, saved, dy):
     hidden, down, route, entry, weights, u = saved
     terms = terms_of_part(0, entry)
     zeros, firsts = (0,) * len(terms), tuple(term.first for term in terms)
-    a, b, scalings = (tuple(getattr(term.pair, name) for term in terms) for name in Lora._fields)
+    a = tuple(term.pair.a for term in terms)
     token, of_row = rows_of_choices(route.position, weights)
     drows = dy.astype(hidden.dtype)[token]
-    du = backend.shrink(drows, route.tables, b, zeros, scalings, firsts) if terms else ()
-    unweighted = backend.product(drows, down, route.tables, du, a, zeros, firsts, contract=1)
-    dhidden, dots = scaled_and_dot(unweighted, hidden, of_row[:, None])
-    dweights = dots[route.position, 0].astype(weights.dtype)
-    of_row = of_row.astype(dots.dtype)
-    dentry = None
-    if terms:
-        dentry = _gradients(backend, entry, hidden, drows, of_row, u, du, route.tables)
-    return dhidden, None, None, dentry, dweights, None
-
-
-def _gradients(backend, entry, hidden, drows, of_row, u, du, tables):
-    """The rows' weights go into u, the narrowest of the factors."""
 
     def weighted(values):
-        return (values.astype(of_row.dtype) * of_row[:, None]).astype(values.dtype)
+        # In the sums' precision.
+        exact = of_row.astype(jnp.promote_types(jnp.float32, hidden.dtype))[:, None]
+        return (values.astype(exact.dtype) * exact).astype(values.dtype)
 
-    terms = terms_of_part(0, entry)
-    u, du = map_once(weighted, (u, du))
-    da = differentiable.a_gradients(backend, terms, hidden, du, tables)
-    db = differentiable.b_gradients(backend, terms, drows, u, tables)
-    dscaling = differentiable.scaling_gradients(backend, terms, hidden, weighted(drows), tables)
-    return in_form((entry,), list(map(Lora, da, db, dscaling)))[0]
+    # The rows' weights go into u, the narrowest of the factors.
+    tables, lefts = route.tables, map_once(weighted, u)
+    du, db = differentiable.shrink_with_b_gradients(backend, terms, drows, lefts, tables)
+    unweighted = backend.product(drows, down, tables, du, a, zeros, firsts, contract=1)
+    dhidden, dots = scaled_and_dot(unweighted, hidden, of_row[:, None])
+    dweights = dots[route.position, 0].astype(weights.dtype)
+    dentry = None
+    if terms:
+        da = differentiable.a_gradients(backend, terms, hidden, map_once(weighted, du), tables)
+        dscaling = differentiable.scaling_gradients(backend, terms, hidden, weighted(drows), tables)
+        dentry = in_form((entry,), list(map(Lora, da, db, dscaling)))[0]
+    return dhidden, None, None, dentry, dweights, None
 
 
 weighted_down.defvjp(_forward, _backward)

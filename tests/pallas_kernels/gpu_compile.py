@@ -67,6 +67,7 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
     from pallas_kernels.grouped_lora_matmul.gpu_rows import FEW_ROWS, Runs
     from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
+    from pallas_kernels.grouped_lora_matmul.gpu_shrink_outer import STAGES, shrink_outer_kernel
     from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import packed_columns, rank_tile
     from pallas_kernels.grouped_lora_matmul.gpu_spread import spread_rows
     from pallas_kernels.grouped_lora_matmul.lora import Lora, terms_of_part, terms_of_parts
@@ -438,6 +439,24 @@ def calls(shape, tokens: int, rank: int, slots: int = 8):
     yield "outer", *outer(array(rows, hidden), 2, jnp.bfloat16)
     yield "outer of parts", *outer(array(rows, 2 * wide), 2, jnp.bfloat16, 2)
     yield "outer of scalings", *outer(array(rows, rank), 1, jnp.float32)
+
+    def shrink_and_outer(*widths):
+        """Of as many ranks as there is such a kernel for."""
+        its_rank, starts = min(rank, max(STAGES)), [sum(widths[:i]) for i in range(len(widths))]
+        tile, spans = rank_tile(its_rank), tuple(zip(starts, widths, strict=True))
+        columns = tuple((tile * term, its_rank) for term in range(len(widths)))
+
+        def function(left, right, runs, factors, scalings):
+            arrays = runs, factors, scalings
+            return shrink_outer_kernel(left, columns, right, spans, *arrays, tile)
+
+        factors = tuple(array(slots, groups, its_rank, width) for width in widths)
+        rows_of_both = array(rows, 64), array(rows, sum(widths))
+        runs = Runs(*(number(slots * groups),) * 4)
+        return function, (*rows_of_both, runs, factors, (scaling,) * len(widths))
+
+    yield "shrink and outer", *shrink_and_outer(hidden)
+    yield "shrink and outer of parts", *shrink_and_outer(wide, wide)
 
 
 def h200():

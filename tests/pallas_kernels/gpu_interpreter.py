@@ -18,7 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import implementation
-from pallas_kernels.grouped_lora_matmul import gpu_outer, gpu_rows, gpu_spread
+from pallas_kernels.grouped_lora_matmul import (
+    gpu_outer,
+    gpu_rows,
+    gpu_shrink_outer,
+    gpu_spread,
+)
 from pallas_kernels.grouped_lora_matmul.gate import gated
 from pallas_kernels.grouped_lora_matmul.gpu_experts import Logits, Product, Shrink, experts_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_outer import outer_kernel
@@ -34,6 +39,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_schedule import (
 )
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns, shrink_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import ShrinkLayout
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_outer import shrink_outer_kernel
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     packed_columns,
     rank_tile,
@@ -618,6 +624,27 @@ def outer(left, columns, right, spans, runs, dtype):
     """`outer_kernel` in few programs."""
     with mock.patch.object(gpu_outer, "PROGRAMS", PROGRAMS):
         return interpret(outer_compiled(columns, spans, dtype), left, right, runs)
+
+
+@functools.cache
+def shrink_outer_compiled(columns, spans, tile, chunk):
+    @jax.jit
+    def shrink_outer(left, right, runs, factors, scalings):
+        arrays = runs, factors, scalings
+        return shrink_outer_kernel(left, columns, right, spans, *arrays, tile, interpreted=True)
+
+    return shrink_outer
+
+
+def shrink_outer(left, columns, right, spans, runs, factors, scalings, tile, chunk):
+    """`shrink_outer_kernel` in few programs, with chunks of so many rows."""
+    with (
+        mock.patch.object(gpu_shrink_outer, "PROGRAMS", PROGRAMS),
+        mock.patch.dict(gpu_shrink_outer.CHUNKS, {tile: chunk}),
+        mock.patch.object(gpu_shrink_outer, "PART", 64),
+    ):
+        compiled = shrink_outer_compiled(columns, spans, tile, chunk)
+        return interpret(compiled, left, right, runs, factors, scalings)
 
 
 def spread_rows(x, position):

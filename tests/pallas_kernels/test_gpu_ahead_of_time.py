@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
     reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed (aot extra)",
 )
-CALLS = 76
+CALLS = 78
 # What is needed before and after a unit's loop, or a split's. In the loop are a load or two: over
 # keys, and over rounds of latents.
 MAY_SPILL = {  # bytes
@@ -135,6 +135,7 @@ def test_prefill():
             16,
             "gate_up gated,gate_up backward,dense of many tokens,route,"
             "outer of parts,shrink of parts,shrink of classes,spread and shrink,"
+            "shrink and outer,shrink and outer of parts,"
             "attention,attention with sinks,latent attention",
         )
     )
