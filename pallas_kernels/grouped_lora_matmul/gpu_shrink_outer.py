@@ -41,7 +41,7 @@ B_STAGES = 3
 BLOCKS = FEATURES // 64
 OUTERS = 2  # warpgroups, half of the blocks each
 SHRINKER, MEMORY = OUTERS, OUTERS + 1
-CHUNKS = {16: 320, 32: 256}  # rows of V that registers hold: a code for each number of steps
+CHUNK = 320  # rows of V that registers hold: there is code for each number of steps
 PART = 256  # rows of V of each part, where a bucket has several
 WORDS = 8  # of a unit
 
@@ -91,13 +91,13 @@ def _strips_of(columns, spans) -> list[_Strip]:
     return strips
 
 
-def units_of(runs: Runs, chunk: int, rows: int, slots: int):
+def units_of(runs: Runs, rows: int, slots: int):
     """int32 [units * WORDS]: the words of each unit, the last of which is how many there are.
 
     Long ones come first.
 
     Args:
-      chunk: rows of V that one unit has. rows: of all buckets. slots: that a row may have.
+      rows: of all buckets. slots: that a row may have.
     """
     buckets = runs.first.shape[0]
     last = runs.begin.shape[0] - 1
@@ -106,8 +106,8 @@ def units_of(runs: Runs, chunk: int, rows: int, slots: int):
     begin, end = (jnp.where(has_rows, its[head], 0) for its in (runs.begin, runs.end))
     # At most: others' rows may be between its runs.
     extent = jnp.where(has_rows, runs.end[tail] - begin, 0)
-    parts = jnp.where(extent > chunk, -(-extent // PART), 1)
-    length = jnp.minimum(-(-extent // ROWS), chunk // ROWS + 1)
+    parts = jnp.where(extent > CHUNK, -(-extent // PART), 1)
+    length = jnp.minimum(-(-extent // ROWS), CHUNK // ROWS + 1)
     number = np.arange(buckets, dtype=np.int32)
     earlier = (length[None, :] > length[:, None]) | (
         (length[None, :] == length[:, None]) & (number[None, :] < number[:, None])
@@ -152,7 +152,7 @@ def shrink_outer_kernel(
     dtype, terms = right.dtype, len(spans)
     slots, groups = factors[0].shape[:2]
     strips, scaling_groups = _strips_of(columns, spans), [its.shape[1] for its in scalings]
-    words = units_of(runs, CHUNKS[tile], right.shape[0], slots)
+    words = units_of(runs, right.shape[0], slots)
     programs = min(PROGRAMS, words.shape[0] // WORDS)
     ring = STAGES[tile]
     stages = {
@@ -226,7 +226,7 @@ def shrink_outer_kernel(
                 for name, shape in stages.items()
             },
             sums=buffer(OUTERS, BLOCKS // OUTERS, 64, 64),
-            v_rows=buffer(2, ROWS, tile),
+            v_rows=buffer(CHUNK, tile),
             full=plgpu.Barrier(num_arrivals=1 + BLOCKS, num_barriers=ring),
             clean=plgpu.Barrier(num_arrivals=OUTERS),
             ready=plgpu.Barrier(num_arrivals=OUTERS, num_barriers=ring),
@@ -287,7 +287,7 @@ class _Roles:
         self.b_load, self.b_tiles = views["b"]
         self.sums, self.v_rows = sums, v_rows
         self.full, self.clean, self.ready, self.empty = full, clean, ready, empty
-        self.ring, self.chunk = STAGES[tile], CHUNKS[tile]
+        self.ring = STAGES[tile]
         self.b_full, self.b_empty = b_full, b_empty
 
     # --- in which order ---
@@ -307,7 +307,7 @@ class _Roles:
         return row, jnp.clip(unit.end - row, 0, self.rows_of_chunk(unit))
 
     def rows_of_chunk(self, unit: _Unit):
-        return jnp.where(unit.parts > 1, PART, self.chunk)
+        return jnp.where(unit.parts > 1, PART, CHUNK)
 
     def over_slices(self, visit, state):
         """state = visit(number, strip, slice of the strip, state) for each slice."""
@@ -536,7 +536,7 @@ class _Roles:
                 before = jnp.where(is_first, _whole_units(i * size, ROWS), 0)
                 after = of_bucket - before - _whole_units(rows, ROWS)
                 after = jnp.where(is_first, after, 0)
-                heights = tuple(range(ROWS, self.chunk + 1, ROWS))
+                heights = tuple(range(ROWS, CHUNK + 1, ROWS))
                 multiply = functools.partial(self.multiply, unit, row, rows, before, after)
                 return lax.cond(
                     unit.has(past + i),
@@ -587,13 +587,26 @@ class _Roles:
                 return tuple(accumulator[...] for accumulator in accumulators), end
 
             totals, end = pl.run_scoped(sums, *[plgpu.ACC((ROWS, self.tile))] * count)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for place, total in enumerate(totals):
-                first = place * ROWS
-                kept = rows - first if place == count - 1 else ROWS
-                self.store_v(place % 2, number, row + first, kept, total * scaling)
+                its_rows = pl.ds(place * ROWS, ROWS)
+                self.v_rows[its_rows] = (total * scaling).astype(self.v_rows.dtype)
+            plgpu.commit_smem()
+            # Nobody can compute where to before there are sums: it would wait in registers.
+            none = jnp.minimum(end[1], 0)
+            self.store_v(number, row + none, rows + none, height - ROWS)
             return end
 
         return lax.fori_loop(0, len(self.strips), of_strip, state)
+
+    def store_v(self, number, row, rows, whole: int):
+        """Of so many rows for certain, and of some of the next `ROWS`."""
+        columns = pl.ds(number * self.tile, self.tile)
+        if whole:
+            its = self.v.at[pl.ds(row, whole), columns]
+            plgpu.copy_smem_to_gmem(self.v_rows.at[pl.ds(0, whole)], its, commit_group=False)
+        others = self.v_rows.at[pl.ds(whole, ROWS)]
+        store_rows(others, self.v, row + whole, rows - whole, ROWS, columns)
 
     def scaling(self, unit: _Unit, number):
         """That of the bucket, of a strip's number."""
@@ -616,18 +629,6 @@ class _Roles:
         plgpu.wgmma_wait(0)
         self.release(step)
         return step + 1
-
-    def store_v(self, place: int, number, row, kept, values):
-        buffer = self.v_rows.at[place]
-        # A chunk starts with the first buffer again, so all stores before it must have read.
-        plgpu.wait_smem_to_gmem(min(place, 1), wait_read_only=True)
-        buffer[...] = values.astype(buffer.dtype)
-        plgpu.commit_smem()
-        columns = pl.ds(number * self.tile, self.tile)
-        if kept is ROWS:
-            plgpu.copy_smem_to_gmem(buffer, self.v.at[pl.ds(row, ROWS), columns])
-        else:
-            store_rows(buffer, self.v, row, kept, ROWS, columns)
 
 
 def _over_run(begin, end, visit, state):

@@ -640,7 +640,7 @@ def shrink_outer(left, columns, right, spans, runs, factors, scalings, tile, chu
     """`shrink_outer_kernel` in few programs, with chunks of so many rows."""
     with (
         mock.patch.object(gpu_shrink_outer, "PROGRAMS", PROGRAMS),
-        mock.patch.dict(gpu_shrink_outer.CHUNKS, {tile: chunk}),
+        mock.patch.object(gpu_shrink_outer, "CHUNK", chunk),
         mock.patch.object(gpu_shrink_outer, "PART", 64),
     ):
         compiled = shrink_outer_compiled(columns, spans, tile, chunk)
