@@ -170,6 +170,22 @@ def test_gradients(name, tokens):
     )
 
 
+@pytest.mark.parametrize(
+    "tokens, rank, once", [(300, 32, True), (200, 32, False), (300, 64, False)]
+)
+def test_gradients_that_read_dy_once(tokens, rank, once):
+    """Of many rows, with ranks that there is such a kernel for: down's, and gate's and up's."""
+    function, (x, *rest) = layer("qwen3-30b-a3b", tokens, rank)
+
+    def total(x, pairs, *rest):
+        return jnp.sum(function(x, *rest, *pairs))
+
+    routed, pairs = rest[:5], rest[5:]
+    text = str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(x, pairs, *routed))
+    found = set(re.findall(r"lora_shrink_outer_r\d+_(n\d+_x\d)", text))
+    assert found == ({"n2048_x1", "n1536_x2"} if once else set())
+
+
 @pytest.mark.parametrize("rows", [1, 2, 40])
 def test_products_of_few_rows_in_groups(rows):
     """Of one row a product makes u, and finds its slot; a table says which group it is of."""
