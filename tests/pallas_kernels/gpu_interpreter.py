@@ -22,6 +22,7 @@ from pallas_kernels.grouped_lora_matmul import (
     gpu_outer,
     gpu_rows,
     gpu_shrink_outer,
+    gpu_shrink_outer_units,
     gpu_spread,
 )
 from pallas_kernels.grouped_lora_matmul.gate import gated
@@ -640,8 +641,8 @@ def shrink_outer(left, columns, right, spans, runs, factors, scalings, tile, chu
     """`shrink_outer_kernel` in few programs, with chunks of so many rows."""
     with (
         mock.patch.object(gpu_shrink_outer, "PROGRAMS", PROGRAMS),
-        mock.patch.object(gpu_shrink_outer, "CHUNK", chunk),
-        mock.patch.object(gpu_shrink_outer, "PART", 64),
+        mock.patch.object(gpu_shrink_outer_units, "CHUNK", chunk),
+        mock.patch.object(gpu_shrink_outer_units, "PART", 64),
     ):
         compiled = shrink_outer_compiled(columns, spans, tile, chunk)
         return interpret(compiled, left, right, runs, factors, scalings)

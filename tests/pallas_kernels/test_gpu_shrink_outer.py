@@ -12,7 +12,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_lora_matmul import gpu_rows, gpu_shrink_outer, mosaic_gpu
+from pallas_kernels.grouped_lora_matmul import gpu_rows, mosaic_gpu
+from pallas_kernels.grouped_lora_matmul import gpu_shrink_outer_units as units
 from pallas_kernels.grouped_lora_matmul.gpu_shrink import Columns
 from tests.pallas_kernels import gpu_interpreter
 from tests.pallas_kernels.gpu_interpreter import normal
@@ -135,20 +136,20 @@ def test_units(sizes):
     ends = np.cumsum(sizes).astype(np.int32)
     begins, number = (ends - sizes).astype(np.int32), np.arange(len(sizes), dtype=np.int32)
     runs = gpu_rows.Runs(number, number + (ends > begins), begins, ends)
-    chunk = gpu_shrink_outer.CHUNK
-    words = np.asarray(gpu_shrink_outer.units_of(runs, 16 * 1500, 1))
-    words = words.reshape(-1, gpu_shrink_outer.WORDS)
-    units = words[: words[0, -1]]
-    assert len(units) <= len(words)
-    bucket, part, parts = units.T[:3]
+    chunk = units.CHUNK
+    words = np.asarray(units.units_of(runs, 16 * 1500, 1))
+    words = words.reshape(-1, units.WORDS)
+    found = words[: words[0, -1]]
+    assert len(found) <= len(words)
+    bucket, part, parts = found.T[:3]
     for its, size in enumerate(sizes):
         of_bucket = bucket == its
-        count = 1 if size <= chunk else -(-size // gpu_shrink_outer.PART)
+        count = 1 if size <= chunk else -(-size // units.PART)
         assert sorted(part[of_bucket]) == list(range(count)) and set(parts[of_bucket]) == {count}
-    lengths = np.minimum(-(-np.array(sizes) // gpu_shrink_outer.ROWS), chunk // 64 + 1)[bucket]
+    lengths = np.minimum(-(-np.array(sizes) // 64), chunk // 64 + 1)[bucket]
     assert (np.diff(lengths) <= 0).all()
     rows = np.array(sizes)[bucket]
-    np.testing.assert_array_equal(units[:, 6] - units[:, 5], rows)
+    np.testing.assert_array_equal(found[:, 6] - found[:, 5], rows)
 
 
 SERVED = dict(rows=4096, slots=1, groups=64, factor_groups=64, rank=16)
