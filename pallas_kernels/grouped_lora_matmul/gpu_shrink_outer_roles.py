@@ -16,7 +16,6 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_outer_units import (
     Order,
     Strip,
     Unit,
-    over_run,
     whole_units,
 )
 from pallas_kernels.hopper.memory import from_first
@@ -79,24 +78,19 @@ class Roles(Order):
     def load(self, unit: Unit, state):
         """state: (stages of rows, stages of B) so far."""
 
-        def of_chunk(row, rows, is_d, number, strip, place, state):
+        def of_slice(row, rows, is_d, number, strip, place, state):
             step, b_step = state
             load_b = functools.partial(self.load_b, unit, strip, place)
             b_step = lax.cond(rows > 0, load_b, lambda b_step: b_step, b_step)
             load = functools.partial(self.load_rows, strip, place)
-            step = lax.cond(
-                is_d(number),
-                lambda step: self.over_rows(unit, load, step),
-                lambda step: over_run(row, row + rows, load, step),
-                step,
-            )
-            return step, b_step
+            its_rows = unit.of_rows(row, row + rows, but_all=is_d(number))
+            return self.over_rows(its_rows, load, step), b_step
 
         def chunk(row, rows, state):
-            only_v = functools.partial(of_chunk, row, rows, lambda number: False)
+            only_v = functools.partial(of_slice, row, rows, lambda number: jnp.bool_(False))
             return self.over_slices(only_v, state)
 
-        first = functools.partial(of_chunk, *self.chunk_of(unit), unit.has)
+        first = functools.partial(of_slice, *self.chunk_of(unit), unit.has)
         return self.over_other_chunks(unit, chunk, self.over_slices(first, state))
 
     def stage_of(self, step):
@@ -238,11 +232,7 @@ class Roles(Order):
             """Of all runs in one place: code for chunks is long."""
             past, state = carried
             is_first = number == unit.first
-            begin, end = lax.cond(
-                is_first,
-                lambda: (unit.begin, unit.end),
-                lambda: (self.begins[number], self.ends[number]),
-            )
+            begin, end = self.rows_at(unit, number)
             count = whole_units(end - begin, size)
 
             def chunk(i, state):
@@ -251,14 +241,8 @@ class Roles(Order):
                 before = jnp.where(is_first, whole_units(i * size, ROWS), 0)
                 after = of_bucket - before - whole_units(rows, ROWS)
                 after = jnp.where(is_first, after, 0)
-                heights = tuple(range(ROWS, units.CHUNK + 1, ROWS))
                 multiply = functools.partial(self.multiply, unit, row, rows, before, after)
-                return lax.cond(
-                    unit.has(past + i),
-                    lambda state: for_height(heights, rows, multiply, state),
-                    lambda state: state,
-                    state,
-                )
+                return lax.cond(unit.has(past + i), multiply, lambda state: state, state)
 
             return past + count, lax.fori_loop(0, count, chunk, state)
 
@@ -274,19 +258,28 @@ class Roles(Order):
 
         return lax.fori_loop(0, steps, one, step)
 
-    def multiply(self, unit: Unit, row, rows, before, after, height: int, state):
-        """V of up to `height` rows.
+    def multiply(self, unit: Unit, row, rows, before, after, state):
+        """V of a chunk.
 
         Args:
           before, after: steps of other rows in slices whose D is the unit's.
         """
-        count = height // ROWS
 
         def of_strip(number, state):
             strip = self.strip_at(lambda its: number >= its.number)
             scaling = self.scaling(unit, number)
 
-            def sums(*accumulators):
+            def sum_up_to(height: int, state):
+                sums = functools.partial(sum_rows, state)
+                accumulators = [plgpu.ACC((ROWS, self.tile))] * (height // ROWS)
+                totals, end = pl.run_scoped(sums, *accumulators)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for place, total in enumerate(totals):
+                    its_rows = pl.ds(place * ROWS, ROWS)
+                    self.v_rows[its_rows] = (total * scaling).astype(self.v_rows.dtype)
+                return end
+
+            def sum_rows(state, *accumulators):
                 def of_slice(place, state):
                     step, b_step = state
                     is_d = unit.has(strip.before + place).astype(jnp.int32)
@@ -301,27 +294,24 @@ class Roles(Order):
                 end = lax.fori_loop(0, strip.slices, of_slice, state)
                 return tuple(accumulator[...] for accumulator in accumulators), end
 
-            totals, end = pl.run_scoped(sums, *[plgpu.ACC((ROWS, self.tile))] * count)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for place, total in enumerate(totals):
-                its_rows = pl.ds(place * ROWS, ROWS)
-                self.v_rows[its_rows] = (total * scaling).astype(self.v_rows.dtype)
+            end = for_height(tuple(range(ROWS, units.CHUNK + 1, ROWS)), rows, sum_up_to, state)
             plgpu.commit_smem()
             # Nobody can compute where to before there are sums: it would wait in registers.
             none = jnp.minimum(end[1], 0)
-            self.store_v(number, row + none, rows + none, height - ROWS)
+            self.store_v(number, row + none, rows + none)
             return end
 
         return lax.fori_loop(0, len(self.strips), of_strip, state)
 
-    def store_v(self, number, row, rows, whole: int):
-        """Of so many rows for certain, and of some of the next `ROWS`."""
+    def store_v(self, number, row, rows):
         columns = pl.ds(number * self.tile, self.tile)
-        if whole:
-            its = self.v.at[pl.ds(row, whole), columns]
-            plgpu.copy_smem_to_gmem(self.v_rows.at[pl.ds(0, whole)], its, commit_group=False)
-        others = self.v_rows.at[pl.ds(whole, ROWS)]
-        store_rows(others, self.v, row + whole, rows - whole, ROWS, columns)
+
+        def store(step, _):
+            first = step * ROWS
+            its = self.v_rows.at[pl.ds(first, ROWS)]
+            store_rows(its, self.v, row + first, jnp.minimum(rows - first, ROWS), ROWS, columns)
+
+        lax.fori_loop(0, whole_units(rows, ROWS), store, None)
 
     def scaling(self, unit: Unit, number):
         """That of the bucket, of a strip's number."""

@@ -38,6 +38,11 @@ class Unit(NamedTuple):
         """Whether D of a slice, or V of a chunk, of this number is the part's."""
         return lax.rem(number, self.parts) == self.part
 
+    def of_rows(self, begin, end, *, but_all) -> Unit:
+        """One of these rows alone, but of all where that is said."""
+        alone = self._replace(stop=self.first + 1, begin=begin, end=end)
+        return Unit(*(jnp.where(but_all, *both) for both in zip(self, alone, strict=True)))
+
 
 class Strip(NamedTuple):
     """The features of one term; in a kernel, of the one with a number that is known there.
@@ -111,12 +116,24 @@ class Order:
 
     def over_rows(self, unit: Unit, visit, state):
         """state = visit(row, kept, state) for each step over the bucket's rows; kept: its own."""
-        state = over_run(unit.begin, unit.end, visit, state)
 
         def run(number, state):
-            return over_run(self.begins[number], self.ends[number], visit, state)
+            begin, end = self.rows_at(unit, number)
 
-        return lax.fori_loop(unit.first + 1, unit.stop, run, state)
+            def rows(k, state):
+                return visit(begin + k * ROWS, end - begin - k * ROWS, state)
+
+            return lax.fori_loop(0, whole_units(end - begin, ROWS), rows, state)
+
+        return lax.fori_loop(unit.first, unit.stop, run, state)
+
+    def rows_at(self, unit: Unit, number):
+        """Where a run begins and ends: that of the first is known without a trip to memory."""
+        return lax.cond(
+            number == unit.first,
+            lambda: (unit.begin, unit.end),
+            lambda: (self.begins[number], self.ends[number]),
+        )
 
     def chunk_of(self, unit: Unit):
         """(row, rows) of the unit's chunk of the first run."""
@@ -165,15 +182,6 @@ class Order:
 
         first = whole_units(unit.end - unit.begin, rows)
         return lax.fori_loop(unit.first + 1, unit.stop, run, (first, state))[1]
-
-
-def over_run(begin, end, visit, state):
-    """state = visit(row, kept, state) for each step over a run's rows."""
-
-    def rows(k, state):
-        return visit(begin + k * ROWS, end - begin - k * ROWS, state)
-
-    return lax.fori_loop(0, whole_units(end - begin, ROWS), rows, state)
 
 
 def whole_units(count, unit):

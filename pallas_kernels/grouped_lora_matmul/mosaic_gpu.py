@@ -434,8 +434,8 @@ def outer(lefts, right, spans, tables: Tables, first: int, shape, dtype):
 def shrink_with_outer(lefts, right, tables: Tables, factors, starts, scalings, firsts):
     """`shrink` and `outer` of many rows in one kernel; see `differentiable.py`.
 
-    None of few rows or buckets, of rows whose buckets may be many runs, of rank classes, of ranks
-    above 32, and of factors that groups share.
+    None of few rows or buckets, of rank classes, of ranks above 32, and of factors that groups
+    share.
     """
     slots, groups = factors[0].shape[:2]
     spans = tuple((start, its.shape[3]) for start, its in zip(starts, factors, strict=True))
@@ -443,8 +443,7 @@ def shrink_with_outer(lefts, right, tables: Tables, factors, starts, scalings, f
     per_expert = all(its.shape[:2] == (slots, groups) for its in factors) and groups > 1
     of_one_class = len(set(firsts)) == 1 and len(set(spans)) == len(spans)
     many = right.shape[0] > gpu_rows.FEW_ROWS and slots * groups >= LEAST_BUCKETS
-    in_runs = tables.in_order or slots == 1
-    served = per_expert and of_one_class and many and in_runs and tile in STAGES
+    served = per_expert and of_one_class and many and tile in STAGES
     if not served or is_layered(factors[0]):
         return None
     left, columns = _one_array(lefts)
