@@ -1,11 +1,12 @@
 """The Hopper kernel of the adapters' gradients: the sum of left[t] ⊗ right[t] over a bucket's rows.
 
 One unit of work is one bucket and a slice of the features of a span. Rows come 64 at a time from
-the first of each of the bucket's runs; those of the last step that belong to others are zeroed in
-shared memory by a select, so nothing of theirs is multiplied. The sum runs over the rows in order,
-in one accumulator.
+the first of each of the bucket's runs; those of the last step that belong to others become zeros in
+shared memory, so nothing of theirs is multiplied. The sum runs over the rows in order, in one
+accumulator. Two warpgroups multiply, half of the features each: a bucket of few rows takes them as
+long as it takes to wait for one thing after the other.
 
-    D = leftᵀ · right : [64 ranks, 256 features], the columns of all terms of one span together
+    D = leftᵀ · right : [64 ranks, 512 features], the columns of all terms of one span together
 
 Columns of u that no term of the span owns stay in rows of D that nobody stores.
 """
@@ -20,15 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import ROWS, clear_others, load_rows
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import overlaid, two_views, views_of
 from pallas_kernels.hopper.store import whole_lines
 
-ROWS = 64  # rows of one step
-FEATURES = 256  # features of one unit
-STAGES = 4
+CONSUMERS = 2
+STAGES = {4: 2, 3: 3, 2: 4}  # by how many blocks of 64 features a consumer has
+TURNS = 8  # of each program, at least, where a consumer has more blocks than two
 LINE = 128  # bytes of features stored at once
 
 
@@ -38,7 +40,7 @@ class _Strip(NamedTuple):
     Attributes:
       start, width: of the span, in `right`.
       terms: whose span it is. rank: where their first columns of `left` begin.
-      blocks: of 64 columns. slices: of `FEATURES` features. units: how many come before.
+      blocks: of 64 columns. slices: of a unit's features. units: how many come before.
     """
 
     start: int
@@ -50,16 +52,30 @@ class _Strip(NamedTuple):
     units: int
 
 
-def _strips(columns, spans) -> list[_Strip]:
+def _strips(columns, spans, features: int) -> list[_Strip]:
     strips, units = [], 0
     for start, width in dict.fromkeys(spans):
         terms = [term for term, span in enumerate(spans) if span == (start, width)]
         rank = min(columns[term][0] for term in terms)
         blocks = pl.cdiv(max(sum(columns[term]) for term in terms) - rank, 64)
-        slices = pl.cdiv(width, FEATURES)
+        slices = pl.cdiv(width, features)
         strips.append(_Strip(start, width, terms, rank, blocks, slices, units))
         units += blocks * slices
     return strips
+
+
+def blocks_of_consumer(buckets: int, columns, spans) -> int:
+    """Of 64 features: many, where programs have enough units so, and few columns are nobody's."""
+
+    def size(blocks):
+        features = 64 * CONSUMERS * blocks
+        strips = _strips(columns, spans, features)
+        units = buckets * (strips[-1].units + strips[-1].blocks * strips[-1].slices)
+        return units < TURNS * PROGRAMS, features * sum(strip.slices for strip in strips), -blocks
+
+    most, fewest = max(STAGES), min(STAGES)
+    best = min(range(fewest, most + 1), key=size)
+    return fewest if size(best)[0] else best
 
 
 class _Unit(NamedTuple):
@@ -73,14 +89,14 @@ class _Unit(NamedTuple):
     column: jax.Array
 
 
-def _unit_at(strips, index) -> _Unit:
+def _unit_at(strips, features: int, index) -> _Unit:
     units = strips[-1].units + strips[-1].blocks * strips[-1].slices
     bucket, rest = lax.div(index, jnp.int32(units)), lax.rem(index, jnp.int32(units))
 
     def unit_of(number, strip):
         inside = rest - strip.units
         block = lax.div(inside, jnp.int32(strip.slices))
-        feature = lax.rem(inside, jnp.int32(strip.slices)) * FEATURES
+        feature = lax.rem(inside, jnp.int32(strip.slices)) * features
         first = strip.rank + 64 * block
         return _Unit(bucket, jnp.int32(number), block, feature, first, strip.start + feature)
 
@@ -114,15 +130,29 @@ def outer_kernel(
       `dtype` [buckets, rank, width] of each term; zeros for buckets without rows.
     """
     buckets = runs.first.shape[0]
-    strips = _strips(columns, spans)
+    blocks = blocks_of_consumer(buckets, columns, spans)
+    stages, features = STAGES[blocks], 64 * CONSUMERS * blocks
+    strips = _strips(columns, spans, features)
     features_of_line = LINE // jnp.dtype(dtype).itemsize
     units = buckets * sum(strip.blocks * strip.slices for strip in strips)
     programs = min(PROGRAMS, units)
     wide = plgpu.SwizzleTransform(128)
-    left_shape, right_shape = (STAGES, ROWS, 64), (STAGES, FEATURES // 64, ROWS, 64)
+    left_shape, right_shape = (stages, ROWS, 64), (stages, CONSUMERS * blocks, ROWS, 64)
 
     def body(
-        left, right, firsts, stops, begins, ends, *out, left_stage, right_stage, stored, full, empty
+        left,
+        right,
+        firsts,
+        stops,
+        begins,
+        ends,
+        *out,
+        left_stage,
+        right_stage,
+        stored,
+        full,
+        clean,
+        empty,
     ):
         ((left_load, left_tiles),) = views_of(left_stage, 2, interpreted=interpreted)
         ((right_load, right_tiles),) = views_of(right_stage, 2, interpreted=interpreted)
@@ -130,7 +160,7 @@ def outer_kernel(
         mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
 
         def unit_at(i):
-            return _unit_at(strips, program + i * programs)
+            return _unit_at(strips, features, program + i * programs)
 
         def over_rows(bucket, visit, step):
             """visit(row, kept, step) for each step over the bucket's rows; how many are its own."""
@@ -147,52 +177,46 @@ def outer_kernel(
 
             return lax.fori_loop(firsts[bucket], stops[bucket], run, step)
 
-        @pl.when(warpgroup == 1)
+        @pl.when(warpgroup == CONSUMERS)
         def _memory():
             def unit(i, step):
                 its = unit_at(i)
 
                 def load(row, kept, step):
-                    del kept
-                    stage = lax.rem(step, jnp.int32(STAGES))
+                    stage = lax.rem(step, jnp.int32(stages))
 
-                    @pl.when(step >= STAGES)
+                    @pl.when(step >= stages)
                     def _wait():
                         plgpu.barrier_wait(empty.at[stage])
 
-                    rows = pl.ds(row, ROWS)
-                    ranks = pl.ds(its.rank, 64)
-                    barrier = full.at[stage]
-                    plgpu.copy_gmem_to_smem(left.at[rows, ranks], left_load.at[stage], barrier)
-                    for block in range(FEATURES // 64):
-                        features = pl.ds(its.column + 64 * block, 64)
-                        destination = right_load.at[stage, block]
-                        plgpu.copy_gmem_to_smem(right.at[rows, features], destination, barrier)
+                    memory = left_load.at[stage], right_load.at[stage], full.at[stage]
+                    load_rows(left, its.rank, right, its.column, row, kept, *memory)
 
                 return over_rows(its.bucket, load, step)
 
             lax.fori_loop(0, mine, unit, jnp.int32(0))
 
-        @pl.when(warpgroup == 0)
+        @pl.when(warpgroup < CONSUMERS)
         def _compute():
+            first_block = warpgroup * blocks
+
             def unit(i, step):
                 its = unit_at(i)
 
                 def sums(*accumulators):
                     def add(row, kept, step):
                         del row
-                        stage = lax.rem(step, jnp.int32(STAGES))
+                        stage = lax.rem(step, jnp.int32(stages))
                         plgpu.barrier_wait(full.at[stage])
 
                         @pl.when(kept < ROWS)
-                        def _clear_others():
-                            keep_rows(left_tiles.at[stage], kept)
-                            for block in range(FEATURES // 64):
-                                keep_rows(right_tiles.at[stage, block], kept)
-                            plgpu.commit_smem()
+                        def _clear():
+                            memory = left_load.at[stage], right_load.at[stage]
+                            mine = first_block, blocks, clean
+                            clear_others(warpgroup, kept, *memory, *mine, interpreted=interpreted)
 
                         for block, accumulator in enumerate(accumulators):
-                            features = right_tiles.at[stage, block]
+                            features = right_tiles.at[stage, first_block + block]
                             plgpu.wgmma(accumulator, left_tiles.at[stage].T, features)
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(empty.at[stage])
@@ -200,17 +224,17 @@ def outer_kernel(
                     end = over_rows(its.bucket, add, step)
                     return tuple(accumulator[...] for accumulator in accumulators), end
 
-                totals, step = pl.run_scoped(sums, *[plgpu.ACC((64, 64))] * (FEATURES // 64))
-                for line in range(FEATURES // features_of_line):
+                totals, step = pl.run_scoped(sums, *[plgpu.ACC((64, 64))] * blocks)
+                feature = its.feature + 64 * first_block
+                for line in range(blocks * 64 // features_of_line):
                     block, first = divmod(line * features_of_line, 64)
-                    buffer = stored.at[line % 2]
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    buffer = stored.at[warpgroup, line % 2]
+                    # The unit before may have ended with this buffer.
+                    plgpu.wait_smem_to_gmem(min(line, 1), wait_read_only=True)
                     part = totals[block][:, first : first + features_of_line]
                     buffer[...] = part.astype(dtype)
                     plgpu.commit_smem()
-                    store(
-                        buffer, its, pl.ds(its.feature + line * features_of_line, features_of_line)
-                    )
+                    store(buffer, its, pl.ds(feature + line * features_of_line, features_of_line))
                 return step
 
             def store(buffer, its, features):
@@ -244,18 +268,19 @@ def outer_kernel(
         ),
         grid=(programs,),
         grid_names=("program",),
-        num_threads=2,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=dict(
             left_stage=overlaid(two_views(left_shape, right.dtype), interpreted=interpreted),
             right_stage=overlaid(two_views(right_shape, right.dtype), interpreted=interpreted),
             stored=plgpu.SMEM(
-                (2, 64, features_of_line),
+                (CONSUMERS, 2, 64, features_of_line),
                 dtype,
                 transforms=(plgpu.TilingTransform((1, features_of_line)), wide),
             ),
-            full=plgpu.Barrier(num_arrivals=1 + FEATURES // 64, num_barriers=STAGES),
-            empty=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+            full=plgpu.Barrier(num_arrivals=1 + CONSUMERS * blocks, num_barriers=stages),
+            clean=plgpu.Barrier(num_arrivals=CONSUMERS),
+            empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -267,10 +292,3 @@ def outer_kernel(
     )
     sums = kernel(left, right, *runs)
     return tuple(its[:, :, :width] for its, (_, width) in zip(sums, spans, strict=True))
-
-
-def keep_rows(tile, count):
-    """Zeroes the rows of a [rows, 64] tile from `count` on."""
-    values = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
-    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
-    tile[...] = jnp.where(row < count, values, jnp.zeros_like(values))

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul import gpu_shrink_outer_units as units
-from pallas_kernels.grouped_lora_matmul.gpu_outer import ROWS
+from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import ROWS
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_outer_roles import (
     B_STAGES,
@@ -91,7 +91,8 @@ def shrink_outer_kernel(
         of_terms = zip(refs[terms : 2 * terms], scaling_groups, strict=True)
         operands = left, right, refs[:terms], tuple(of_terms)
         out = refs[2 * terms], refs[2 * terms + 1 :]
-        roles = Roles(strips, columns, groups, tile, begins, ends, operands, out, views, **scratch)
+        known = strips, columns, groups, tile, begins, ends
+        roles = Roles(*known, operands, out, views, interpreted, **scratch)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         turns, left_over = (
             f(words[units.WORDS - 1], jnp.int32(programs)) for f in (lax.div, lax.rem)

@@ -11,8 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul import gpu_shrink_outer_units as units
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_outer import FEATURES, ROWS, keep_rows
+from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import ROWS, clear_others, load_rows
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_outer_units import (
+    FEATURES,
     Order,
     Strip,
     Unit,
@@ -23,7 +24,7 @@ from pallas_kernels.hopper.store import store_rows
 
 STAGES = {16: 4, 32: 3}  # by columns of V
 B_STAGES = 3
-BLOCKS = FEATURES // 64
+BLOCKS = FEATURES // 64  # as many as a warpgroup has warps: each loads one
 OUTERS = 2  # warpgroups, half of the blocks each
 
 
@@ -41,6 +42,7 @@ class Roles(Order):
         operands,
         out,
         views,
+        interpreted,
         sums,
         v_rows,
         full,
@@ -54,6 +56,7 @@ class Roles(Order):
         self.columns, self.groups, self.tile = columns, groups, tile
         self.left, self.right, self.factors, self.scalings = operands
         self.v, self.out = out
+        self.interpreted = interpreted
         # Of each, what copies write, and what products read.
         self.left_load, self.left_tiles = views["left"]
         self.right_load, self.right_tiles = views["right"]
@@ -97,16 +100,11 @@ class Roles(Order):
         return lax.rem(step, jnp.int32(self.ring))
 
     def load_rows(self, strip: Strip, number, row, kept, step):
-        del kept
         stage = self.stage_of(step)
         pl.when(step >= self.ring)(lambda: plgpu.barrier_wait(self.empty.at[stage]))
-        rows, barrier = pl.ds(row, ROWS), self.full.at[stage]
-        ranks = self.left.at[rows, pl.ds(strip.left, 64)]
-        plgpu.copy_gmem_to_smem(ranks, self.left_load.at[stage], barrier)
-        for block in range(BLOCKS):
-            features = pl.ds(strip.start + number * FEATURES + 64 * block, 64)
-            destination = self.right_load.at[stage, block]
-            plgpu.copy_gmem_to_smem(self.right.at[rows, features], destination, barrier)
+        memory = self.left_load.at[stage], self.right_load.at[stage], self.full.at[stage]
+        column = strip.start + number * FEATURES
+        load_rows(self.left, strip.left, self.right, column, row, kept, *memory)
         return step + 1
 
     def load_b(self, unit: Unit, strip: Strip, number, b_step):
@@ -114,17 +112,19 @@ class Roles(Order):
         pl.when(b_step >= B_STAGES)(lambda: plgpu.barrier_wait(self.b_empty.at[stage]))
         slot, group = self.place_of(unit)
 
-        def load(term):
-            for block in range(BLOCKS):
-                features = pl.ds(number * FEATURES + 64 * block, 64)
-                plgpu.copy_gmem_to_smem(
-                    # Past its ranks and features: zeros.
-                    self.factors[term].at[slot, group, from_first(self.tile, slot), features],
-                    self.b_load.at[stage, block],
-                    self.b_full.at[stage],
-                )
+        def load(block, term):
+            features = pl.ds(number * FEATURES + 64 * block, 64)
+            plgpu.copy_gmem_to_smem(
+                # Past its ranks and features: zeros.
+                self.factors[term].at[slot, group, from_first(self.tile, slot), features],
+                self.b_load.at[stage, block],
+                self.b_full.at[stage],
+            )
 
-        self.at_strip(strip.number, load)
+        @plgpu.warp_map
+        def _load(warp):
+            self.at_strip(strip.number, functools.partial(load, warp))
+
         return b_step + 1
 
     # --- the warpgroups of D ---
@@ -185,12 +185,9 @@ class Roles(Order):
 
         @pl.when(kept < ROWS)
         def _clear_others():
-            pl.when(warpgroup == 0)(lambda: keep_rows(self.left_tiles.at[stage], kept))
-            for block in range(len(accumulators)):
-                keep_rows(self.right_tiles.at[stage, first + block], kept)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(self.clean)
-            plgpu.barrier_wait(self.clean)
+            memory = self.left_load.at[stage], self.right_load.at[stage]
+            mine = first, len(accumulators), self.clean
+            clear_others(warpgroup, kept, *memory, *mine, interpreted=self.interpreted)
 
         plgpu.barrier_arrive(self.ready.at[stage])
         for block, accumulator in enumerate(accumulators):

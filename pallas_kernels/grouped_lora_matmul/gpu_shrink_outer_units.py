@@ -10,9 +10,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.grouped_lora_matmul.gpu_outer import FEATURES, ROWS
+from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import ROWS
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
 
+FEATURES = 256  # of one slice
 CHUNK = 320  # rows of V that registers hold: there is code for each number of steps
 PART = 256  # rows of V of each part, where a bucket has several
 WORDS = 8  # of a unit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
@@ -22,6 +24,15 @@ setp.ge.and.u32 others, row, $2, others;
 mov.b32 zero, 0;
 @others st.shared.v4.b32 [$3 + BYTES_ON], {zero, zero, zero, zero};
 }"""
+
+
+def keep_rows(count, rows, *, interpreted: bool) -> None:
+    """Makes all of a reference's rows zeros but the first `count`; see `zeros_outside`."""
+    if interpreted:  # PTX is unknown there
+        row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+        rows[...] = jnp.where(row < count, rows[...], jnp.zeros_like(rows[...]))
+    else:
+        zeros_outside(rows, 0, count)
 
 
 def zeros_outside(rows, first, stop) -> None:

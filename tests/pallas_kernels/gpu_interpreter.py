@@ -622,8 +622,8 @@ def outer_compiled(columns, spans, dtype):
 
 
 def outer(left, columns, right, spans, runs, dtype):
-    """`outer_kernel` in few programs."""
-    with mock.patch.object(gpu_outer, "PROGRAMS", PROGRAMS):
+    """`outer_kernel` in few programs, with as many features in a unit as suit the spans."""
+    with mock.patch.multiple(gpu_outer, PROGRAMS=PROGRAMS, TURNS=0):
         return interpret(outer_compiled(columns, spans, dtype), left, right, runs)
 
 

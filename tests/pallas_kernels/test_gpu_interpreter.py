@@ -531,6 +531,7 @@ SLOW_OUTERS = {
         ((0, 256), (512, 320), (0, 256), (256, 256)),
     ),
     "a term in two blocks": OuterCase(150, ((0, 40), (64, 40)), ((64, 128),) * 2),
+    "four blocks of a consumer": OuterCase(150, ((0, 16),), ((0, 480),)),
     "float32 in two blocks": OuterCase(150, ((16, 100),), ((0, 328),), dtype="float32"),
 }
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.grouped_lora_matmul import (
     gpu_experts,
+    gpu_outer,
     gpu_product,
     gpu_product_layout,
     gpu_shrink,
@@ -522,6 +523,24 @@ def test_rank_tile(rank):
     tile = ss.rank_tile(rank)
     assert tile in (16, 32, 64)
     assert tile >= min(rank, 64) and (tile == 16 or tile // 2 < rank)
+
+
+@pytest.mark.parametrize(
+    "buckets, ranks, width, blocks",
+    [
+        (128, (16, 16), 2048, 2),
+        (1024, (16, 16), 2048, 4),
+        (1024, (16,), 768, 3),  # 384 features are half of it
+        (1024, (16,), 256, 2),
+        (264, (64, 64), 2048, 4),
+        (1, (16,), 8192, 2),
+    ],
+)
+def test_features_of_outer_products(buckets, ranks, width, blocks):
+    """Units of many features, unless programs would have few of them, or much of none."""
+    columns = tuple((64 * term, rank) for term, rank in enumerate(ranks))
+    spans = ((0, width),) * len(ranks)
+    assert gpu_outer.blocks_of_consumer(buckets, columns, spans) == blocks
 
 
 def test_few_equal_tiles_leave_no_program_without_work():

@@ -1,0 +1,64 @@
+"""A step's rows of `gpu_outer` and `gpu_shrink_outer`: loaded, and zeros where they are others'."""
+
+from __future__ import annotations
+
+import functools
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
+from pallas_kernels.hopper.zeros import WARPS, keep_rows
+
+ROWS = 64  # of a step
+LOADED = 24, 40, ROWS  # rows of a copy: those of a bucket are few where slots are many
+
+
+def load_rows(left, rank, right, column, row, kept, left_stage, right_stage, full) -> None:
+    """Loads the rows from `row` on: the first `kept`, and maybe others'.
+
+    Args:
+      left, right: [M, columns]. rank, column: the first of each.
+      left_stage: [ROWS, 64]. right_stage: [blocks, ROWS, 64]. full: a barrier of 1 + blocks
+        arrivals.
+    """
+    blocks = right_stage.shape[0]
+
+    def load(count: int, _):
+        rows, loaded = pl.ds(row, count), pl.ds(0, count)
+
+        def load_block(block):
+            features = right.at[rows, pl.ds(column + 64 * block, 64)]
+            plgpu.copy_gmem_to_smem(features, right_stage.at[block, loaded], full)
+
+        # One warp issues copies too slowly.
+        @plgpu.warp_map
+        def _load(warp):
+            @pl.when(warp == WARPS - 1)
+            def _ranks():
+                ranks = left.at[rows, pl.ds(rank, 64)]
+                plgpu.copy_gmem_to_smem(ranks, left_stage.at[loaded], full)
+
+            for first in range(0, blocks, WARPS):
+                mine = functools.partial(load_block, first + warp)
+                pl.when(warp < blocks - first)(mine) if blocks - first < WARPS else mine()
+
+    for_height(LOADED, kept, load, None)
+
+
+def clear_others(
+    warpgroup, kept, left_stage, right_stage, first, blocks: int, clean, *, interpreted: bool
+) -> None:
+    """Makes zeros of all rows but the first `kept`.
+
+    Args:
+      warpgroup: who is to make them of blocks `first` to `first + blocks` of right; number 0 does
+        of left too. clean: a barrier that each warpgroup that multiplies arrives at.
+    """
+    keep = functools.partial(keep_rows, kept, interpreted=interpreted)
+    pl.when(warpgroup == 0)(lambda: keep(left_stage))
+    for block in range(blocks):
+        keep(right_stage.at[first + block])
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(clean)
+    plgpu.barrier_wait(clean)
