@@ -16,6 +16,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     ranks_of_stage,
     stage_of_shrink,
 )
+from pallas_kernels.hopper import gather
 from pallas_kernels.hopper.memory import overlaid, two_views
 from pallas_kernels.layered import is_layered, merged
 
@@ -101,7 +102,7 @@ class ShrinkLayout:
             parts = [part for part, its in enumerate(columns) if its == (start, width)]
             low = min(self.first[part] for part in parts) // 64
             end = max(self.first[part] + self.owned[part] for part in parts)
-            together = 2 if self.gatherers else 1
+            together = gather.TOGETHER if self.gatherers else 1
             spans.append(Span(start, width, parts, low, end - 64 * low, together))
         return spans
 

@@ -23,6 +23,7 @@ from pallas_kernels.hopper import ptx
 LINE = 256  # numbers of two bytes
 OF_LANE = 8  # of them
 BLOCK = 64  # are a row of a stage's tile
+TOGETHER = 2  # lines of a row that are loaded, the last of which may be past its end
 WARPS, WARPGROUPS = 4, 2
 ROWS_APART = WARPS * WARPGROUPS  # warp w of both has the rows w, w + 8, …
 LINES = 7  # of a warp
@@ -174,15 +175,20 @@ class Lines:
         """Bytes of a row."""
         return 2 * self.width
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no lane of any line is past a row's end."""
+        return self.width % (TOGETHER * LINE) == 0
+
     def _asm(self, code: str, *operands):
         loaded, stored = ("evict_last", ".cs") if self.again else ("evict_normal", "")
-        zeros = OR_ZEROS if self.width % LINE else ""
+        zeros = "" if self.is_whole else OR_ZEROS
         code = code.replace("LOADED", loaded).replace("STORED", stored).replace("OR_ZEROS", zeros)
         return _asm(code, *operands, stride=self.stride)
 
     def _inside(self, column, number):
         """The number, or zero for a lane that is past the row's end."""
-        if self.width % LINE == 0:
+        if self.is_whole:
             return number
         inside = arith.cmpi(arith.CmpIPredicate.slt, column, ptx.number(self.width))
         return arith.select(inside, number, ptx.number(0))

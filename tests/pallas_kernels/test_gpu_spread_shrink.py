@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_lora_matmul import gpu_rows, gpu_spread, lora, mosaic_gpu
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_layout import Span
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
     packed_columns,
     rank_tile,
@@ -191,11 +192,21 @@ def test_memory():
     assert schedule.heights[-1] <= gather.ROWS
 
 
+@pytest.mark.parametrize("width", range(64, 1088, 64))
+def test_lanes_past_a_row_are_known(width):
+    """Lines are loaded in pairs: a row's end may be inside of one, or before one."""
+    span = Span(0, width, [0], 0, 16, gather.TOGETHER)
+    lines = gather.Lines(None, None, None, width, 0, again=False, interpreted=False)
+    assert lines.is_whole == (span.k_steps * gather.LINE == width)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "tokens, choices, hidden, ranks, slots",
     [
         (300, 8, 320, (8, 24), 5),
+        (1000, 3, 256, (16, 16), 2),  # a line, and one past the row
+        (600, 5, 768, (8, 8), 3),
         (4096, 8, 1024, (16, 16), 1),  # more than the L2 holds
         (700, 4, 2048, (64, 40), 3),
         (2500, 1, 512, (16, 16), 2),

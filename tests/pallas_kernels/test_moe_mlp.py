@@ -57,28 +57,38 @@ def run(implementation, call, **options):
     return np.asarray(jitted(implementation, **options)(**call, **valid))
 
 
-def arguments(shared=(), seed=0, dtype=np.float32, width=WIDTH):
-    """Random arguments; `shared` names the factors that all experts share."""
+def arguments(
+    shared=(),
+    seed=0,
+    dtype=np.float32,
+    width=WIDTH,
+    *,
+    tokens=TOKENS,
+    count=EXPERTS,
+    slots=SLOTS,
+    rank=RANK,
+):
+    """Random arguments; `shared` names the factors that all of the `count` experts share."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
         return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(dtype)
 
     def pair(name, n_in, n_out):
-        groups = [1 if f"{name}.{factor}" in shared else EXPERTS for factor in "abs"]
-        scaling = rng.uniform(0.5, 2, (SLOTS, groups[2])).astype(np.float32)
-        a, b = normal(SLOTS, groups[0], RANK, n_in), normal(SLOTS, groups[1], RANK, n_out)
-        return Lora(a, b * dtype.type(RANK), scaling)
+        groups = [1 if f"{name}.{factor}" in shared else count for factor in "abs"]
+        scaling = rng.uniform(0.5, 2, (slots, groups[2])).astype(np.float32)
+        a, b = normal(slots, groups[0], rank, n_in), normal(slots, groups[1], rank, n_out)
+        return Lora(a, b * dtype.type(rank), scaling)
 
     dtype = np.dtype(dtype)
-    experts = np.stack([rng.permutation(EXPERTS)[:CHOICES] for _ in range(TOKENS)])
+    experts = np.stack([rng.permutation(count)[:CHOICES] for _ in range(tokens)])
     return dict(
-        x=normal(TOKENS, HIDDEN) * dtype.type(4),
+        x=normal(tokens, HIDDEN) * dtype.type(4),
         experts=experts.astype(np.int32),
-        weights=rng.uniform(0.1, 1, (TOKENS, CHOICES)).astype(np.float32),
-        token_slots=rng.integers(-1, SLOTS, TOKENS).astype(np.int32),
-        gate_up=normal(EXPERTS, 2 * width, HIDDEN),
-        down=normal(EXPERTS, HIDDEN, width),
+        weights=rng.uniform(0.1, 1, (tokens, CHOICES)).astype(np.float32),
+        token_slots=rng.integers(-1, slots, tokens).astype(np.int32),
+        gate_up=normal(count, 2 * width, HIDDEN),
+        down=normal(count, HIDDEN, width),
         lora_gate=pair("gate", HIDDEN, width),
         lora_up=pair("up", HIDDEN, width),
         lora_down=pair("down", width, HIDDEN),
@@ -438,6 +448,20 @@ def test_gradients_of_few_tokens(slots, implementation, dtype):
         its, other = (np.asarray(v).astype(np.float64) for v in (its, other))
         size = np.abs(other).max()
         np.testing.assert_allclose(its, other, rtol=tolerance, atol=tolerance * size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots, rank", [(2, 16), (16, 8), (1, 20), (2, 48)])
+def test_gradients_of_many_tokens(slots, rank):
+    """More than 2048 rows, whose kernels are others; against plain JAX in float32."""
+    sizes = dict(tokens=1000, count=64, slots=slots, rank=rank)
+    call = arguments(dtype=jnp.bfloat16, **sizes)
+    dy = np.random.default_rng(3).standard_normal((sizes["tokens"], HIDDEN)).astype(np.float32)
+    exact = jax.tree.map(lambda v: v if v.dtype == np.int32 else v.astype(np.float32), call)
+    found, expected = jitted_gradients("mosaic_gpu")(call, dy), jitted_gradients("xla")(exact, dy)
+    for its, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        its, other = (np.asarray(v).astype(np.float64) for v in (its, other))
+        assert np.linalg.norm(its - other) < 1e-2 * np.linalg.norm(other)
 
 
 @pytest.mark.parametrize("shared", [OUTER, pytest.param((), marks=pytest.mark.slow)])
