@@ -13,6 +13,7 @@ Columns of u that no term of the span owns stay in rows of D that nobody stores.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -108,6 +109,123 @@ def _unit_at(strips, features: int, index) -> _Unit:
     return found
 
 
+class _Roles:
+    """What the warpgroups of a program do with a unit; `step` counts its stages so far."""
+
+    def __init__(
+        self,
+        strips: list[_Strip],
+        columns,
+        runs: Runs,
+        operands,
+        out,
+        left,
+        right,
+        interpreted,
+        stored,
+        full,
+        clean,
+        empty,
+    ):
+        self.strips, self.columns, self.interpreted = strips, columns, interpreted
+        self.runs, self.out = runs, out
+        self.left, self.right = operands
+        # Of each, what copies write, and what products read.
+        (self.left_load, self.left_tiles), (self.right_load, self.right_tiles) = left, right
+        self.stored = stored
+        self.full, self.clean, self.empty = full, clean, empty
+        self.stages = self.left_load.shape[0]
+        self.blocks = self.right_load.shape[1] // CONSUMERS
+
+    def stage_of(self, step):
+        return lax.rem(step, jnp.int32(self.stages))
+
+    def over_rows(self, bucket, visit, step):
+        """visit(row, kept, step) for each step over the bucket's rows; how many are its own."""
+
+        def run(number, step):
+            begin, end = self.runs.begin[number], self.runs.end[number]
+            steps = lax.div(end - begin + (ROWS - 1), jnp.int32(ROWS))
+
+            def rows(k, step):
+                visit(begin + k * ROWS, end - begin - k * ROWS, step)
+                return step + 1
+
+            return lax.fori_loop(0, steps, rows, step)
+
+        return lax.fori_loop(self.runs.first[bucket], self.runs.stop[bucket], run, step)
+
+    def load(self, its: _Unit, step):
+        def load(row, kept, step):
+            stage = self.stage_of(step)
+            pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[stage]))
+            memory = self.left_load.at[stage], self.right_load.at[stage], self.full.at[stage]
+            load_rows(self.left, its.rank, self.right, its.column, row, kept, *memory)
+
+        return self.over_rows(its.bucket, load, step)
+
+    def multiply(self, warpgroup, its: _Unit, step):
+        def sums(*accumulators):
+            add = functools.partial(self.add, warpgroup, accumulators)
+            end = self.over_rows(its.bucket, add, step)
+            return tuple(accumulator[...] for accumulator in accumulators), end
+
+        totals, end = pl.run_scoped(sums, *[plgpu.ACC((64, 64))] * self.blocks)
+        self.store(warpgroup, its, totals)
+        return end
+
+    def add(self, warpgroup, accumulators, row, kept, step):
+        del row
+        stage, first = self.stage_of(step), warpgroup * self.blocks
+        plgpu.barrier_wait(self.full.at[stage])
+
+        @pl.when(kept < ROWS)
+        def _clear():
+            memory = self.left_load.at[stage], self.right_load.at[stage]
+            mine = first, self.blocks, self.clean
+            clear_others(warpgroup, kept, *memory, *mine, interpreted=self.interpreted)
+
+        for block, accumulator in enumerate(accumulators):
+            features = self.right_tiles.at[stage, first + block]
+            plgpu.wgmma(accumulator, self.left_tiles.at[stage].T, features)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.empty.at[stage])
+
+    def store(self, warpgroup, its: _Unit, totals):
+        *_, features_of_line = self.stored.shape
+        feature = its.feature + 64 * self.blocks * warpgroup
+        for line in range(self.blocks * 64 // features_of_line):
+            block, first = divmod(line * features_of_line, 64)
+            buffer = self.stored.at[warpgroup, line % 2]
+            # The unit before may have ended with this buffer.
+            plgpu.wait_smem_to_gmem(min(line, 1), wait_read_only=True)
+            part = totals[block][:, first : first + features_of_line]
+            buffer[...] = part.astype(self.stored.dtype)
+            plgpu.commit_smem()
+            features = pl.ds(feature + line * features_of_line, features_of_line)
+            self.store_line(buffer, its, features)
+
+    def store_line(self, buffer, its: _Unit, features):
+        """Stores each term's own rows of a block of ranks."""
+        for number, strip in enumerate(self.strips):
+            for block in range(strip.blocks):
+                begin = strip.rank + 64 * block
+                store = functools.partial(self.store_block, buffer, strip, begin, its, features)
+                pl.when((its.strip == number) & (its.block == block))(store)
+        plgpu.commit_smem_to_gmem_group()
+
+    def store_block(self, buffer, strip: _Strip, begin: int, its: _Unit, features):
+        for term in strip.terms:
+            first, rank = self.columns[term]
+            low, high = max(first, begin), min(first + rank, begin + 64)
+            if low < high:
+                plgpu.copy_smem_to_gmem(
+                    buffer.at[pl.ds(low - begin, high - low)],
+                    self.out[term].at[its.bucket, pl.ds(low - first, high - low), features],
+                    commit_group=False,
+                )
+
+
 def outer_kernel(
     left,
     columns: tuple[tuple[int, int], ...],
@@ -139,125 +257,28 @@ def outer_kernel(
     wide = plgpu.SwizzleTransform(128)
     left_shape, right_shape = (stages, ROWS, 64), (stages, CONSUMERS * blocks, ROWS, 64)
 
-    def body(
-        left,
-        right,
-        firsts,
-        stops,
-        begins,
-        ends,
-        *out,
-        left_stage,
-        right_stage,
-        stored,
-        full,
-        clean,
-        empty,
-    ):
-        ((left_load, left_tiles),) = views_of(left_stage, 2, interpreted=interpreted)
-        ((right_load, right_tiles),) = views_of(right_stage, 2, interpreted=interpreted)
+    def body(left, right, *refs, left_stage, right_stage, **scratch):
+        runs, out = Runs(*refs[:4]), refs[4:]
+        stage_views = [
+            views_of(stage, 2, interpreted=interpreted)[0] for stage in (left_stage, right_stage)
+        ]
+        known = strips, columns, runs
+        roles = _Roles(*known, (left, right), out, *stage_views, interpreted, **scratch)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         mine = lax.div(units - program + (programs - 1), jnp.int32(programs))
 
-        def unit_at(i):
-            return _unit_at(strips, features, program + i * programs)
-
-        def over_rows(bucket, visit, step):
-            """visit(row, kept, step) for each step over the bucket's rows; how many are its own."""
-
-            def run(number, step):
-                begin, end = begins[number], ends[number]
-                steps = lax.div(end - begin + (ROWS - 1), jnp.int32(ROWS))
-
-                def rows(k, step):
-                    visit(begin + k * ROWS, end - begin - k * ROWS, step)
-                    return step + 1
-
-                return lax.fori_loop(0, steps, rows, step)
-
-            return lax.fori_loop(firsts[bucket], stops[bucket], run, step)
-
-        @pl.when(warpgroup == CONSUMERS)
-        def _memory():
+        def for_units(handle):
             def unit(i, step):
-                its = unit_at(i)
-
-                def load(row, kept, step):
-                    stage = lax.rem(step, jnp.int32(stages))
-
-                    @pl.when(step >= stages)
-                    def _wait():
-                        plgpu.barrier_wait(empty.at[stage])
-
-                    memory = left_load.at[stage], right_load.at[stage], full.at[stage]
-                    load_rows(left, its.rank, right, its.column, row, kept, *memory)
-
-                return over_rows(its.bucket, load, step)
+                index = program + i * programs
+                return handle(_unit_at(strips, features, index), step)
 
             lax.fori_loop(0, mine, unit, jnp.int32(0))
+
+        pl.when(warpgroup == CONSUMERS)(lambda: for_units(roles.load))
 
         @pl.when(warpgroup < CONSUMERS)
         def _compute():
-            first_block = warpgroup * blocks
-
-            def unit(i, step):
-                its = unit_at(i)
-
-                def sums(*accumulators):
-                    def add(row, kept, step):
-                        del row
-                        stage = lax.rem(step, jnp.int32(stages))
-                        plgpu.barrier_wait(full.at[stage])
-
-                        @pl.when(kept < ROWS)
-                        def _clear():
-                            memory = left_load.at[stage], right_load.at[stage]
-                            mine = first_block, blocks, clean
-                            clear_others(warpgroup, kept, *memory, *mine, interpreted=interpreted)
-
-                        for block, accumulator in enumerate(accumulators):
-                            features = right_tiles.at[stage, first_block + block]
-                            plgpu.wgmma(accumulator, left_tiles.at[stage].T, features)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(empty.at[stage])
-
-                    end = over_rows(its.bucket, add, step)
-                    return tuple(accumulator[...] for accumulator in accumulators), end
-
-                totals, step = pl.run_scoped(sums, *[plgpu.ACC((64, 64))] * blocks)
-                feature = its.feature + 64 * first_block
-                for line in range(blocks * 64 // features_of_line):
-                    block, first = divmod(line * features_of_line, 64)
-                    buffer = stored.at[warpgroup, line % 2]
-                    # The unit before may have ended with this buffer.
-                    plgpu.wait_smem_to_gmem(min(line, 1), wait_read_only=True)
-                    part = totals[block][:, first : first + features_of_line]
-                    buffer[...] = part.astype(dtype)
-                    plgpu.commit_smem()
-                    store(buffer, its, pl.ds(feature + line * features_of_line, features_of_line))
-                return step
-
-            def store(buffer, its, features):
-                """Stores each term's own rows of a block of ranks."""
-                for number, strip in enumerate(strips):
-                    for block in range(strip.blocks):
-
-                        @pl.when((its.strip == number) & (its.block == block))
-                        def _store(strip=strip, begin=strip.rank + 64 * block):
-                            for term in strip.terms:
-                                first, rank = columns[term]
-                                low, high = max(first, begin), min(first + rank, begin + 64)
-                                if low < high:
-                                    ranks = pl.ds(low - first, high - low)
-                                    plgpu.copy_smem_to_gmem(
-                                        buffer.at[pl.ds(low - begin, high - low)],
-                                        out[term].at[its.bucket, ranks, features],
-                                        commit_group=False,
-                                    )
-
-                plgpu.commit_smem_to_gmem_group()
-
-            lax.fori_loop(0, mine, unit, jnp.int32(0))
+            for_units(functools.partial(roles.multiply, warpgroup))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = kept_kernel(

@@ -63,6 +63,7 @@ def arguments(
     dtype=np.float32,
     width=WIDTH,
     *,
+    hidden=HIDDEN,
     tokens=TOKENS,
     count=EXPERTS,
     slots=SLOTS,
@@ -83,15 +84,15 @@ def arguments(
     dtype = np.dtype(dtype)
     experts = np.stack([rng.permutation(count)[:CHOICES] for _ in range(tokens)])
     return dict(
-        x=normal(tokens, HIDDEN) * dtype.type(4),
+        x=normal(tokens, hidden) * dtype.type(4),
         experts=experts.astype(np.int32),
         weights=rng.uniform(0.1, 1, (tokens, CHOICES)).astype(np.float32),
         token_slots=rng.integers(-1, slots, tokens).astype(np.int32),
-        gate_up=normal(count, 2 * width, HIDDEN),
-        down=normal(count, HIDDEN, width),
-        lora_gate=pair("gate", HIDDEN, width),
-        lora_up=pair("up", HIDDEN, width),
-        lora_down=pair("down", width, HIDDEN),
+        gate_up=normal(count, 2 * width, hidden),
+        down=normal(count, hidden, width),
+        lora_gate=pair("gate", hidden, width),
+        lora_up=pair("up", hidden, width),
+        lora_down=pair("down", width, hidden),
     )
 
 
@@ -450,18 +451,40 @@ def test_gradients_of_few_tokens(slots, implementation, dtype):
         np.testing.assert_allclose(its, other, rtol=tolerance, atol=tolerance * size)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("slots, rank", [(2, 16), (16, 8), (1, 20), (2, 48)])
-def test_gradients_of_many_tokens(slots, rank):
-    """More than 2048 rows, whose kernels are others; against plain JAX in float32."""
-    sizes = dict(tokens=1000, count=64, slots=slots, rank=rank)
-    call = arguments(dtype=jnp.bfloat16, **sizes)
-    dy = np.random.default_rng(3).standard_normal((sizes["tokens"], HIDDEN)).astype(np.float32)
-    exact = jax.tree.map(lambda v: v if v.dtype == np.int32 else v.astype(np.float32), call)
-    found, expected = jitted_gradients("mosaic_gpu")(call, dy), jitted_gradients("xla")(exact, dy)
+def in_float32(call):
+    return jax.tree.map(lambda v: v if v.dtype == np.int32 else v.astype(np.float32), call)
+
+
+def assert_near(found, expected):
+    """Of what kernels make of bfloat16, each array as a whole."""
     for its, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         its, other = (np.asarray(v).astype(np.float64) for v in (its, other))
         assert np.linalg.norm(its - other) < 1e-2 * np.linalg.norm(other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300, 1000])
+@pytest.mark.parametrize("hidden, width", [(320, 64), (768, 192), (1280, 128)])
+def test_layers_of_other_sizes(tokens, hidden, width):
+    """Neither whole steps of K nor whole tiles; each number of tokens has other kernels."""
+    sizes = dict(tokens=tokens, count=20, rank=12, hidden=hidden, width=width)
+    call = arguments(dtype=jnp.bfloat16, **sizes)
+    call["token_slots"][0] = 0
+    assert_near(jitted("mosaic_gpu")(**call), jitted("xla")(**in_float32(call)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "slots, rank, hidden, width",
+    [(2, 16, 256, 128), (16, 8, 256, 192), (1, 20, 768, 64), (2, 48, 320, 192)],
+)
+def test_gradients_of_many_tokens(slots, rank, hidden, width):
+    """More than 2048 rows, whose kernels are others; against plain JAX in float32."""
+    sizes = dict(tokens=1000, count=64, slots=slots, rank=rank, hidden=hidden, width=width)
+    call = arguments(dtype=jnp.bfloat16, **sizes)
+    dy = np.random.default_rng(3).standard_normal(call["x"].shape).astype(np.float32)
+    found = jitted_gradients("mosaic_gpu")(call, dy)
+    assert_near(found, jitted_gradients("xla")(in_float32(call), dy))
 
 
 @pytest.mark.parametrize("shared", [OUTER, pytest.param((), marks=pytest.mark.slow)])
