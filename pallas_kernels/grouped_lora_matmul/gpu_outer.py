@@ -22,7 +22,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import ROWS, clear_others, load_rows
+from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import (
+    ROWS,
+    clear_others,
+    load_rows,
+    over_run,
+)
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.machine import PROGRAMS
@@ -141,17 +146,10 @@ class _Roles:
         return lax.rem(step, jnp.int32(self.stages))
 
     def over_rows(self, bucket, visit, step):
-        """visit(row, kept, step) for each step over the bucket's rows; how many are its own."""
+        """step = visit(row, kept, step) for each step over the bucket's rows; see `over_run`."""
 
         def run(number, step):
-            begin, end = self.runs.begin[number], self.runs.end[number]
-            steps = lax.div(end - begin + (ROWS - 1), jnp.int32(ROWS))
-
-            def rows(k, step):
-                visit(begin + k * ROWS, end - begin - k * ROWS, step)
-                return step + 1
-
-            return lax.fori_loop(0, steps, rows, step)
+            return over_run(self.runs.begin[number], self.runs.end[number], visit, step)
 
         return lax.fori_loop(self.runs.first[bucket], self.runs.stop[bucket], run, step)
 
@@ -161,6 +159,7 @@ class _Roles:
             pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[stage]))
             memory = self.left_load.at[stage], self.right_load.at[stage], self.full.at[stage]
             load_rows(self.left, its.rank, self.right, its.column, row, kept, *memory)
+            return step + 1
 
         return self.over_rows(its.bucket, load, step)
 
@@ -190,6 +189,7 @@ class _Roles:
             plgpu.wgmma(accumulator, self.left_tiles.at[stage].T, features)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.empty.at[stage])
+        return step + 1
 
     def store(self, warpgroup, its: _Unit, totals):
         *_, features_of_line = self.stored.shape

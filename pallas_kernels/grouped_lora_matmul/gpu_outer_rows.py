@@ -1,9 +1,11 @@
-"""A step's rows of `gpu_outer` and `gpu_shrink_outer`: loaded, and zeros where they are others'."""
+"""Rows of `gpu_outer` and `gpu_shrink_outer`: in steps, loaded, zeros where they are others'."""
 
 from __future__ import annotations
 
 import functools
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -12,6 +14,19 @@ from pallas_kernels.hopper.zeros import WARPS, keep_rows
 
 ROWS = 64  # of a step
 LOADED = 24, 40, ROWS  # rows of a copy: those of a bucket are few where slots are many
+
+
+def over_run(begin, end, visit, state):
+    """state = visit(row, kept, state) for each step over a run; kept: its rows from that row on."""
+
+    def rows(k, state):
+        return visit(begin + k * ROWS, end - begin - k * ROWS, state)
+
+    return lax.fori_loop(0, whole_units(end - begin, ROWS), rows, state)
+
+
+def whole_units(count, unit):
+    return lax.div(count + (unit - 1), jnp.int32(unit))
 
 
 def load_rows(left, rank, right, column, row, kept, left_stage, right_stage, full) -> None:

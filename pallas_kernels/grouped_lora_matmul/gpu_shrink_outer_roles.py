@@ -11,13 +11,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_lora_matmul import gpu_shrink_outer_units as units
 from pallas_kernels.grouped_lora_matmul.gpu_heights import for_height
-from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import ROWS, clear_others, load_rows
+from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import (
+    ROWS,
+    clear_others,
+    load_rows,
+    whole_units,
+)
 from pallas_kernels.grouped_lora_matmul.gpu_shrink_outer_units import (
     FEATURES,
     Order,
     Strip,
     Unit,
-    whole_units,
 )
 from pallas_kernels.hopper.memory import from_first
 from pallas_kernels.hopper.store import store_rows

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import ROWS
+from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import ROWS, over_run, whole_units
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
 
 FEATURES = 256  # of one slice
@@ -116,15 +116,10 @@ class Order:
         self.slices = sum(strip.slices for strip in strips)
 
     def over_rows(self, unit: Unit, visit, state):
-        """state = visit(row, kept, state) for each step over the bucket's rows; kept: its own."""
+        """state = visit(row, kept, state) for each step over the bucket's rows; see `over_run`."""
 
         def run(number, state):
-            begin, end = self.rows_at(unit, number)
-
-            def rows(k, state):
-                return visit(begin + k * ROWS, end - begin - k * ROWS, state)
-
-            return lax.fori_loop(0, whole_units(end - begin, ROWS), rows, state)
+            return over_run(*self.rows_at(unit, number), visit, state)
 
         return lax.fori_loop(unit.first, unit.stop, run, state)
 
@@ -183,7 +178,3 @@ class Order:
 
         first = whole_units(unit.end - unit.begin, rows)
         return lax.fori_loop(unit.first + 1, unit.stop, run, (first, state))[1]
-
-
-def whole_units(count, unit):
-    return lax.div(count + (unit - 1), jnp.int32(unit))

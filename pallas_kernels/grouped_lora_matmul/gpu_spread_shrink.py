@@ -201,7 +201,7 @@ class _GatheringShrinker(Shrinker):
             def two_steps(i, state):
                 """Loads are on their way while what came before is stored."""
                 step, words = state
-                k = 2 * i
+                k = gather.TOGETHER * i
                 second = lines.load(tokens, run.rows, (k + 1) * gather.LINE)
                 store(step, words, k)
                 ended = k + 2 == span.k_steps
@@ -212,7 +212,9 @@ class _GatheringShrinker(Shrinker):
                 store(step + 1, second, k + 1)
                 return step + 2, words
 
-            step, words = lax.fori_loop(0, span.k_steps // 2, two_steps, (step, words))
+            step, words = lax.fori_loop(
+                0, span.k_steps // gather.TOGETHER, two_steps, (step, words)
+            )
             return step, next_tokens, words
 
         def begin(run):
