@@ -378,7 +378,7 @@ def _heights(rows: int, groups: int) -> tuple[int, ...]:
     for limit, heights in (
         (1, (8,)),
         (6, (8, 16)),
-        (12, (8, 16, 32)),
+        (12, (16, 32)),  # a third height would double what Mosaic lowers
         (40, (16, 32, 64)),
         (80, (64, 80, 96)),
     ):
