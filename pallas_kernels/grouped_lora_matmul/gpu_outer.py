@@ -6,9 +6,9 @@ shared memory, so nothing of theirs is multiplied. The sum runs over the rows in
 accumulator. Two warpgroups multiply, half of the features each: a bucket of few rows takes them as
 long as it takes to wait for one thing after the other.
 
-    D = leftᵀ · right : [64 ranks, 512 features], the columns of all terms of one span together
+    D = rightᵀ · left : [512 features, 64 ranks], the columns of all terms of one span together
 
-Columns of u that no term of the span owns stay in rows of D that nobody stores.
+Columns of u that no term of the span owns stay in columns of D that nobody stores.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import overlaid, two_views, views_of
-from pallas_kernels.hopper.store import whole_lines
+from pallas_kernels.hopper.store import store_registers, whole_lines
 
 CONSUMERS = 2
 STAGES = {4: 2, 3: 3, 2: 4}  # by how many blocks of 64 features a consumer has
 TURNS = 8  # of each program, at least, where a consumer has more blocks than two
-LINE = 128  # bytes of features stored at once
 
 
 class _Strip(NamedTuple):
@@ -82,6 +81,12 @@ def blocks_of_consumer(buckets: int, columns, spans) -> int:
     most, fewest = max(STAGES), min(STAGES)
     best = min(range(fewest, most + 1), key=size)
     return fewest if size(best)[0] else best
+
+
+def ranks_of(strips: list[_Strip], columns) -> int:
+    """How many columns of D some term owns, in whole units of 8."""
+    ends = (sum(columns[term]) - strip.rank for strip in strips for term in strip.terms)
+    return -(-min(max(ends), 64) // 8) * 8
 
 
 class _Unit(NamedTuple):
@@ -181,40 +186,40 @@ class _Roles:
         @pl.when(kept < ROWS)
         def _clear():
             memory = self.left_load.at[stage], self.right_load.at[stage]
-            mine = first, self.blocks, self.clean
+            mine = first, self.blocks, self.clean.at[stage]
             clear_others(warpgroup, kept, *memory, *mine, interpreted=self.interpreted)
 
         for block, accumulator in enumerate(accumulators):
             features = self.right_tiles.at[stage, first + block]
-            plgpu.wgmma(accumulator, self.left_tiles.at[stage].T, features)
+            plgpu.wgmma(accumulator, features.T, self.left_tiles.at[stage])
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.empty.at[stage])
         return step + 1
 
     def store(self, warpgroup, its: _Unit, totals):
-        *_, features_of_line = self.stored.shape
-        feature = its.feature + 64 * self.blocks * warpgroup
-        for line in range(self.blocks * 64 // features_of_line):
-            block, first = divmod(line * features_of_line, 64)
-            buffer = self.stored.at[warpgroup, line % 2]
-            # The unit before may have ended with this buffer.
-            plgpu.wait_smem_to_gmem(min(line, 1), wait_read_only=True)
-            part = totals[block][:, first : first + features_of_line]
-            buffer[...] = part.astype(self.stored.dtype)
-            plgpu.commit_smem()
-            features = pl.ds(feature + line * features_of_line, features_of_line)
-            self.store_line(buffer, its, features)
+        """Turns the blocks of [64 features, ranks], and writes them."""
+        feature, dtype = its.feature + 64 * self.blocks * warpgroup, self.stored.dtype
+        buffers = [self.stored.at[warpgroup, block] for block in range(self.blocks)]
+        # Those of the unit before have been read.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for buffer, total in zip(buffers, totals, strict=True):
+            used = total[:, : self.stored.shape[2]].astype(dtype)
+            turned = plgpu.layout_cast(used, plgpu.Layout.WGMMA_TRANSPOSED)
+            store_registers(buffer.T, turned, swizzled=bool(transforms_of(dtype)))
+        plgpu.commit_smem()
+        for block, buffer in enumerate(buffers):
+            self.store_block(buffer, its, pl.ds(feature + 64 * block, 64))
 
-    def store_line(self, buffer, its: _Unit, features):
+    def store_block(self, buffer, its: _Unit, features):
         """Stores each term's own rows of a block of ranks."""
         for number, strip in enumerate(self.strips):
             for block in range(strip.blocks):
                 begin = strip.rank + 64 * block
-                store = functools.partial(self.store_block, buffer, strip, begin, its, features)
+                store = functools.partial(self.store_ranks, buffer, strip, begin, its, features)
                 pl.when((its.strip == number) & (its.block == block))(store)
         plgpu.commit_smem_to_gmem_group()
 
-    def store_block(self, buffer, strip: _Strip, begin: int, its: _Unit, features):
+    def store_ranks(self, buffer, strip: _Strip, begin: int, its: _Unit, features):
         for term in strip.terms:
             first, rank = self.columns[term]
             low, high = max(first, begin), min(first + rank, begin + 64)
@@ -224,6 +229,13 @@ class _Roles:
                     self.out[term].at[its.bucket, pl.ds(low - first, high - low), features],
                     commit_group=False,
                 )
+
+
+def transforms_of(dtype):
+    """A line of 64 features of two bytes is one swizzle; none is as wide as one of float32."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return ()
+    return plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)
 
 
 def outer_kernel(
@@ -248,13 +260,12 @@ def outer_kernel(
       `dtype` [buckets, rank, width] of each term; zeros for buckets without rows.
     """
     buckets = runs.first.shape[0]
-    blocks = blocks_of_consumer(buckets, columns, spans)
+    exact = jnp.dtype(dtype).itemsize > 2  # buffers are twice as large
+    blocks = min(STAGES) if exact else blocks_of_consumer(buckets, columns, spans)
     stages, features = STAGES[blocks], 64 * CONSUMERS * blocks
     strips = _strips(columns, spans, features)
-    features_of_line = LINE // jnp.dtype(dtype).itemsize
     units = buckets * sum(strip.blocks * strip.slices for strip in strips)
     programs = min(PROGRAMS, units)
-    wide = plgpu.SwizzleTransform(128)
     left_shape, right_shape = (stages, ROWS, 64), (stages, CONSUMERS * blocks, ROWS, 64)
 
     def body(left, right, *refs, left_stage, right_stage, **scratch):
@@ -284,7 +295,7 @@ def outer_kernel(
     kernel = kept_kernel(
         body,
         out_type=tuple(
-            jax.ShapeDtypeStruct((buckets, rank, whole_lines(width, features_of_line)), dtype)
+            jax.ShapeDtypeStruct((buckets, rank, whole_lines(width, 64)), dtype)
             for (_, rank), (_, width) in zip(columns, spans, strict=True)
         ),
         grid=(programs,),
@@ -295,12 +306,12 @@ def outer_kernel(
             left_stage=overlaid(two_views(left_shape, right.dtype), interpreted=interpreted),
             right_stage=overlaid(two_views(right_shape, right.dtype), interpreted=interpreted),
             stored=plgpu.SMEM(
-                (CONSUMERS, 2, 64, features_of_line),
+                (CONSUMERS, blocks, ranks_of(strips, columns), 64),
                 dtype,
-                transforms=(plgpu.TilingTransform((1, features_of_line)), wide),
+                transforms=transforms_of(dtype),
             ),
             full=plgpu.Barrier(num_arrivals=1 + CONSUMERS * blocks, num_barriers=stages),
-            clean=plgpu.Barrier(num_arrivals=CONSUMERS),
+            clean=plgpu.Barrier(num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         ),
         compiler_params=plgpu.CompilerParams(

@@ -68,12 +68,12 @@ def clear_others(
 
     Args:
       warpgroup: who is to make them of blocks `first` to `first + blocks` of right; number 0 does
-        of left too. clean: a barrier that each warpgroup that multiplies arrives at.
+        of left too, and number 1 waits for that. clean: the stage's barrier of that.
     """
     keep = functools.partial(keep_rows, kept, interpreted=interpreted)
     pl.when(warpgroup == 0)(lambda: keep(left_stage))
     for block in range(blocks):
         keep(right_stage.at[first + block])
     plgpu.commit_smem()
-    plgpu.barrier_arrive(clean)
-    plgpu.barrier_wait(clean)
+    pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(clean))
+    pl.when(warpgroup != 0)(lambda: plgpu.barrier_wait(clean))

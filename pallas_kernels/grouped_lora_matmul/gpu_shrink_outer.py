@@ -6,7 +6,7 @@ A bucket is a slot and a group. Its unit of work goes through 256 features after
 them through its rows, 64 at a time. Two warpgroups multiply left and right as `gpu_outer` does,
 half of the features each; one multiplies right and B, for all rows side by side:
 
-    D = leftᵀ · right : [64 ranks, 128 features] over all rows, for each 256 features
+    D = rightᵀ · left : [128 features, 64 ranks] over all rows, for each 256 features
     V = right · Bᵀ : [64 rows, ranks] over all features, for each 64 rows
 
 Sums are in the order, and have the bits, of `gpu_outer` and `gpu_shrink`.
@@ -150,10 +150,10 @@ def shrink_outer_kernel(
                 f"{name}_stage": overlaid(two_views(shape, dtype), interpreted=interpreted)
                 for name, shape in stages.items()
             },
-            sums=buffer(OUTERS, BLOCKS // OUTERS, 64, 64),
+            sums=buffer(OUTERS, BLOCKS // OUTERS, tile, 64),
             v_rows=buffer(units.CHUNK, tile),
             full=plgpu.Barrier(num_arrivals=1 + BLOCKS, num_barriers=ring),
-            clean=plgpu.Barrier(num_arrivals=OUTERS),
+            clean=plgpu.Barrier(num_barriers=ring),
             ready=plgpu.Barrier(num_arrivals=OUTERS, num_barriers=ring),
             empty=plgpu.Barrier(num_arrivals=OUTERS + 1, num_barriers=ring),
             b_full=plgpu.Barrier(num_arrivals=BLOCKS, num_barriers=B_STAGES),

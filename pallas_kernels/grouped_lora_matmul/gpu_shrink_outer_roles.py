@@ -145,12 +145,9 @@ class Roles(Order):
                 return tuple(accumulator[...] for accumulator in accumulators), end
 
             totals, end = pl.run_scoped(sums, *[plgpu.ACC((64, 64))] * blocks)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for block, total in enumerate(totals):
-                self.sums[warpgroup, block] = total.astype(self.sums.dtype)
-            plgpu.commit_smem()
             first = place * FEATURES + 64 * blocks * warpgroup
-            self.at_strip(strip.number, functools.partial(self.store_sums, warpgroup, unit, first))
+            store = functools.partial(self.store_sums, warpgroup, unit, first, totals)
+            self.at_strip(strip.number, store)
             return end
 
         def pass_on(steps, step):
@@ -190,23 +187,31 @@ class Roles(Order):
         @pl.when(kept < ROWS)
         def _clear_others():
             memory = self.left_load.at[stage], self.right_load.at[stage]
-            mine = first, len(accumulators), self.clean
+            mine = first, len(accumulators), self.clean.at[stage]
             clear_others(warpgroup, kept, *memory, *mine, interpreted=self.interpreted)
 
         plgpu.barrier_arrive(self.ready.at[stage])
         for block, accumulator in enumerate(accumulators):
             features = self.right_tiles.at[stage, first + block]
-            plgpu.wgmma(accumulator, self.left_tiles.at[stage].T, features)
+            plgpu.wgmma(accumulator, features.T, self.left_tiles.at[stage])
         # All but these have ended, and what those before read is free.
         plgpu.wgmma_wait(len(accumulators))
         pl.when(step > first_step)(lambda: self.release(step - 1))
         return step + 1
 
-    def store_sums(self, warpgroup, unit: Unit, feature, term: int):
+    def store_sums(self, warpgroup, unit: Unit, feature, totals, term: int):
+        """Of each block [64 features, 64 ranks] the term's ranks, turned."""
         first, rank = self.columns[term]
-        for block in range(BLOCKS // OUTERS):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        whole = -(-rank // 8) * 8
+        for block, total in enumerate(totals):
+            its = total[:, first % 64 : first % 64 + whole].astype(self.sums.dtype)
+            target = self.sums.at[warpgroup, block, pl.ds(0, whole)]
+            target.T[...] = plgpu.layout_cast(its, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        for block in range(len(totals)):
             plgpu.copy_smem_to_gmem(
-                self.sums.at[warpgroup, block, pl.ds(first % 64, rank)],
+                self.sums.at[warpgroup, block, pl.ds(0, rank)],
                 self.out[term].at[unit.bucket, :, pl.ds(feature + 64 * block, 64)],
             )
 
