@@ -37,7 +37,7 @@ class Unit(NamedTuple):
 
     def has(self, number):
         """Whether D of a slice, or V of a chunk, of this number is the part's."""
-        # Most buckets have one, and a division is a tenth of a slice of few rows.
+        # Most buckets have one, and few rows would wait for a division.
         return lax.cond(
             self.parts == 1, lambda: True, lambda: lax.rem(number, self.parts) == self.part
         )

@@ -247,8 +247,8 @@ SPLIT_CASES = {
         pytest.param("a window", marks=pytest.mark.slow),
         pytest.param("sinks", marks=pytest.mark.slow),
         pytest.param("latents", marks=pytest.mark.slow),
+        pytest.param("latents that two load", marks=pytest.mark.slow),
         "latents shared by two",
-        "latents that two load",
     ],
 )
 def test_bits_do_not_depend_on_who_has_a_split(name):
