@@ -29,10 +29,11 @@ from pallas_kernels.grouped_lora_matmul.gpu_outer_rows import (
     over_run,
 )
 from pallas_kernels.grouped_lora_matmul.gpu_rows import Runs
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import whole
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.machine import PROGRAMS
 from pallas_kernels.hopper.memory import overlaid, two_views, views_of
-from pallas_kernels.hopper.store import store_registers, whole_lines
+from pallas_kernels.hopper.store import store_turned, transforms_of_lines, whole_lines
 
 CONSUMERS = 2
 STAGES = {4: 2, 3: 3, 2: 4}  # by how many blocks of 64 features a consumer has
@@ -86,7 +87,7 @@ def blocks_of_consumer(buckets: int, columns, spans) -> int:
 def ranks_of(strips: list[_Strip], columns) -> int:
     """How many columns of D some term owns, in whole units of 8."""
     ends = (sum(columns[term]) - strip.rank for strip in strips for term in strip.terms)
-    return -(-min(max(ends), 64) // 8) * 8
+    return whole(min(max(ends), 64), 8)
 
 
 class _Unit(NamedTuple):
@@ -204,8 +205,7 @@ class _Roles:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for buffer, total in zip(buffers, totals, strict=True):
             used = total[:, : self.stored.shape[2]].astype(dtype)
-            turned = plgpu.layout_cast(used, plgpu.Layout.WGMMA_TRANSPOSED)
-            store_registers(buffer.T, turned, swizzled=bool(transforms_of(dtype)))
+            store_turned(buffer, used, swizzled=bool(transforms_of_lines(dtype)))
         plgpu.commit_smem()
         for block, buffer in enumerate(buffers):
             self.store_block(buffer, its, pl.ds(feature + 64 * block, 64))
@@ -229,13 +229,6 @@ class _Roles:
                     self.out[term].at[its.bucket, pl.ds(low - first, high - low), features],
                     commit_group=False,
                 )
-
-
-def transforms_of(dtype):
-    """A line of 64 features of two bytes is one swizzle; none is as wide as one of float32."""
-    if jnp.dtype(dtype).itemsize > 2:
-        return ()
-    return plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)
 
 
 def outer_kernel(
@@ -308,7 +301,7 @@ def outer_kernel(
             stored=plgpu.SMEM(
                 (CONSUMERS, blocks, ranks_of(strips, columns), 64),
                 dtype,
-                transforms=transforms_of(dtype),
+                transforms=transforms_of_lines(dtype),
             ),
             full=plgpu.Barrier(num_arrivals=1 + CONSUMERS * blocks, num_barriers=stages),
             clean=plgpu.Barrier(num_barriers=stages),

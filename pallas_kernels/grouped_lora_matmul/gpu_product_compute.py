@@ -18,7 +18,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_product_layout import LoraArrays
 from pallas_kernels.grouped_lora_matmul.gpu_product_stages import Stages
 from pallas_kernels.grouped_lora_matmul.gpu_tiles import Tile, TileFeed
 from pallas_kernels.hopper.accumulate import continued
-from pallas_kernels.hopper.store import store_registers, store_rows
+from pallas_kernels.hopper.store import store_rows, store_turned
 
 
 class ProductConsumer:
@@ -180,8 +180,8 @@ class ProductConsumer:
 
     def store_u(self, total):
         """Puts u [64 ranks, rows] where this consumer's low-rank steps read it."""
-        u = plgpu.layout_cast(total.astype(self.layout.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        self.stages.own_u.at[self.warpgroup, pl.ds(0, total.shape[1])].T[...] = u
+        rows = self.stages.own_u.at[self.warpgroup, pl.ds(0, total.shape[1])]
+        store_turned(rows, total.astype(self.layout.dtype))
         plgpu.commit_smem()
 
     def low_rank_steps(self, accumulators, places, steps, step):
@@ -269,9 +269,8 @@ class ProductConsumer:
                     )
                     total = gated(left, right, layout.gate)
                 total = total.astype(layout.out_dtype)
-                turned = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
                 rows = buffer.at[pl.ds(piece.start - begin, piece.width)]
-                store_registers(rows.T, turned, swizzled=bool(self.layout.out_transforms()))
+                store_turned(rows, total, swizzled=bool(self.layout.out_transforms()))
             plgpu.commit_smem()
 
             def store(buffer=buffer, block=block):

@@ -26,6 +26,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import rank_step
 from pallas_kernels.grouped_lora_matmul.gpu_slices import Slices, columns_of_terms
 from pallas_kernels.hopper.dependent_launch import begins_early
 from pallas_kernels.hopper.memory import overlaid, two_views
+from pallas_kernels.hopper.store import transforms_of_lines
 from pallas_kernels.layered import is_layered, merged
 
 K_STEP = 64  # columns of one block of a stage: 128 bytes, the widest swizzle
@@ -311,11 +312,7 @@ class ProductLayout:
         return int(not self.normed) + self.w_copies + (self.inner.copies if self.inner else 0)
 
     def out_transforms(self):
-        """A line of bfloat16 is one swizzle; there is none that a line of float32 fits into, or of
-        which a part could be copied."""
-        if self.out_dtype.itemsize > 2 or self.narrow:
-            return ()
-        return plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128)
+        return () if self.narrow else transforms_of_lines(self.out_dtype)
 
     def word_copies(self):
         """The tile's words in a table, or its row's place; with adapters places and run ends; of

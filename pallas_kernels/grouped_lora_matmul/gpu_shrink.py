@@ -36,7 +36,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
 from pallas_kernels.hopper.dependent_launch import wait_for_kernels_before
 from pallas_kernels.hopper.kept_kernel import kept_kernel
 from pallas_kernels.hopper.memory import from_first, views_of
-from pallas_kernels.hopper.store import store_rows
+from pallas_kernels.hopper.store import store_rows, store_turned
 from pallas_kernels.layered import LAYER_OPERANDS, layer_operands, merged, number_of
 
 
@@ -431,7 +431,7 @@ class Shrinker:
         buffer = self.out.at[block % 2]
         # A run starts with the first buffer again, so all stores before it must have read.
         plgpu.wait_smem_to_gmem(min(block, 1), wait_read_only=True)
-        buffer.at[pl.ds(0, height)].T[...] = plgpu.layout_cast(u, plgpu.Layout.WGMMA_TRANSPOSED)
+        store_turned(buffer.at[pl.ds(0, height)], u)
         plgpu.commit_smem()
         column = 64 * block
         if self.layout.schedule.apart:

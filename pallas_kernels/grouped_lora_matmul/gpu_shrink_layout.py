@@ -18,6 +18,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import (
 )
 from pallas_kernels.hopper import gather
 from pallas_kernels.hopper.memory import overlaid, two_views
+from pallas_kernels.hopper.store import transforms_of_lines
 from pallas_kernels.layered import is_layered, merged
 
 
@@ -146,9 +147,10 @@ class ShrinkLayout:
     def scratch_beside(self):
         """What is not in the stages."""
         s = self.schedule
-        stores = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
         return dict(
-            out=plgpu.SMEM((2, s.heights[-1], 64), self.dtype, transforms=stores),
+            out=plgpu.SMEM(
+                (2, s.heights[-1], 64), self.dtype, transforms=transforms_of_lines(self.dtype)
+            ),
             full=plgpu.Barrier(
                 num_arrivals=SHRINK_STEPS * self.parts_loaded + (self.gatherers or SHRINK_STEPS),
                 num_barriers=s.stages,

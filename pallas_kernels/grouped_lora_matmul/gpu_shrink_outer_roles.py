@@ -23,8 +23,9 @@ from pallas_kernels.grouped_lora_matmul.gpu_shrink_outer_units import (
     Strip,
     Unit,
 )
+from pallas_kernels.grouped_lora_matmul.gpu_shrink_schedule import whole
 from pallas_kernels.hopper.memory import from_first
-from pallas_kernels.hopper.store import store_rows
+from pallas_kernels.hopper.store import store_rows, store_turned
 
 STAGES = {16: 4, 32: 3}  # by columns of V
 B_STAGES = 3
@@ -203,11 +204,10 @@ class Roles(Order):
         """Of each block [64 features, 64 ranks] the term's ranks, turned."""
         first, rank = self.columns[term]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        whole = -(-rank // 8) * 8
+        count = whole(rank, 8)
         for block, total in enumerate(totals):
-            its = total[:, first % 64 : first % 64 + whole].astype(self.sums.dtype)
-            target = self.sums.at[warpgroup, block, pl.ds(0, whole)]
-            target.T[...] = plgpu.layout_cast(its, plgpu.Layout.WGMMA_TRANSPOSED)
+            its = total[:, first % 64 : first % 64 + count].astype(self.sums.dtype)
+            store_turned(self.sums.at[warpgroup, block, pl.ds(0, count)], its)
         plgpu.commit_smem()
         for block in range(len(totals)):
             plgpu.copy_smem_to_gmem(

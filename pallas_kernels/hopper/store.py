@@ -11,6 +11,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 LINE = 128  # bytes of shared memory
 
 
+def transforms_of_lines(dtype):
+    """Of shared memory in lines of 64: one of two bytes each is a swizzle; there is none that a
+    line of float32 fits into, or of which a part could be copied."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return ()
+    return plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(LINE)
+
+
+def store_turned(rows, values, *, swizzled: bool = True):
+    """Stores a product's values [columns, rows] in shared memory, turned."""
+    turned = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+    store_registers(rows.T, turned, swizzled=swizzled)
+
+
 def store_registers(target, values, *, swizzled: bool):
     """Stores registers where it may cost more: in shared memory without a swizzle, with bank
     conflicts, or in global memory, in parts of its lines.

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.accumulate import continued
 from pallas_kernels.hopper.rolled import rolled
-from pallas_kernels.hopper.store import store_registers
+from pallas_kernels.hopper.store import store_registers, store_turned
 from pallas_kernels.paged_attention.gpu_consumer import factor_to, weights_of
 from pallas_kernels.paged_attention.gpu_sizes import BLOCK, LINE, ROWS, Sizes
 from pallas_kernels.paged_attention.gpu_splits import columns_of
@@ -132,16 +132,11 @@ def _score(s: Sizes, token: Token, split, count, queries, keys: Blocks, shared: 
         scores = scores * (s.scale * math.log2(math.e))
         scores = jnp.where(visible, scores, jnp.full_like(scores, -jnp.inf))
         target = shared.scores.at[rows_of_block(block, heads), pl.ds(0, BLOCK)]
-        _store_turned(target, scores)
+        store_turned(target, scores, swizzled=False)
         return carry
 
     lax.fori_loop(0, count, score, None)
     plgpu.commit_smem()
-
-
-def _store_turned(target, values):
-    turned = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
-    store_registers(target.T, turned, swizzled=False)
 
 
 def _maxima(s: Sizes, of_rows, shared: Shared):
@@ -219,7 +214,7 @@ def store_sums(s: Sizes, token, part, split, are_any, sums: Sums, memory, shared
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for line, its in enumerate(sums.values):
-        _store_turned(shared.sums.at[:, pl.ds(line * LINE, LINE)], its)
+        store_turned(shared.sums.at[:, pl.ds(line * LINE, LINE)], its, swizzled=False)
     plgpu.commit_smem()
 
     @pl.when(are_any)

@@ -238,7 +238,6 @@ print(next(stream).index)
 """
 
 
-@pytest.mark.slow
 def test_a_stream_that_is_left_open_says_nothing_at_exit():
     """Its requests end while there is still everything that ends them."""
     run = subprocess.run(

@@ -115,7 +115,6 @@ def test_nothing_leaks_out_of_a_poisoned_slot(loaded, value):
     assert all(np.isfinite(out.logprobs).all() for out in first)
 
 
-@pytest.mark.slow
 def test_with_numbers_of_64_bits_too():
     """`jax_enable_x64`, as the program around may have set it, changes no bit."""
     batch, names = prompts([5, 9]), ["experts", None]

@@ -110,7 +110,6 @@ def test_losses_that_are_defined_anew_are_not_kept_for_ever(pair):
     assert _compiled.cache_info().currsize == MOST_LOSSES
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 def test_a_mesh_of_the_program_is_not_the_librarys():
     """For a critic of its own, say; two of these devices are the engine's."""
