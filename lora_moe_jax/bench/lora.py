@@ -21,7 +21,15 @@ from lora_moe_jax.bench.section import (
     us_cell,
     verdict_cell,
 )
-from lora_moe_jax.bench.timing import PALLAS, Program, Timer, Timing, on_gpu, program
+from lora_moe_jax.bench.timing import (
+    PALLAS,
+    Program,
+    Timer,
+    Timing,
+    on_gpu,
+    program,
+    times_at_places,
+)
 from pallas_kernels import grouped_lora_matmul
 from pallas_kernels.grouped_lora_matmul import differentiable
 from pallas_kernels.grouped_lora_matmul.api import choose_backend
@@ -89,7 +97,7 @@ def jobs(
 def measure(
     shape: ExpertShape, which: str, phase: str, rows: int, cases: Sequence[LoraCase], timer: Timer
 ) -> list[LoraRow]:
-    """All banks on one product, in one interleaved measurement."""
+    """All banks on one product, in one interleaved measurement at each of W's places."""
     product = getattr(shape, which)
     cases = [case for case in cases if which == "gate_up" or not (case.gated or case.gather)]
     x, w = arrays.normal(0, rows, product.k), arrays.weights(1, product)
@@ -103,7 +111,7 @@ def measure(
         programs[case.name] = inputs.program(x, w, adapted=True)
         floors[case.name], bases[case.name] = inputs.floor(adapted=True), off
     sizes = jnp.asarray(arrays.random_rows(product.groups, rows, 0).group_sizes)
-    times = timer(programs | others(x, w, sizes))
+    times = times_at_places(timer, programs, w) | timer(others(x, w, sizes))
     return [
         _row(product, phase, rows, case, times, floors[case.name], bases[case.name], floors)
         for case in cases

@@ -21,7 +21,9 @@ import jax.numpy as jnp
 from lora_moe_jax.bench.launches import calls_of, traced_call, without_overlap
 
 KERNEL_ROUNDS = 9
+PLACES = 5
 WALL_ROUNDS = 25
+NEIGHBOUR_BYTES = 37 << 20
 PAUSE = 2e-3  # seconds between two calls; kernels of a call follow each other sooner
 PALLAS = "mosaic_gpu"  # in the name of every kernel that Pallas made
 _COMPILERS = ThreadPoolExecutor(thread_name_prefix="compile")
@@ -39,6 +41,11 @@ class Program(NamedTuple):
 
     def __call__(self):
         return self.compiled(*self.arguments)
+
+    def with_other(self, argument: Any, other: Any) -> Program:
+        """The same program with another argument in place of this one."""
+        arguments = tuple(other if its is argument else its for its in self.arguments)
+        return self._replace(arguments=arguments)
 
 
 class ProgramInPlace:
@@ -140,6 +147,33 @@ def kernel_times(programs: Mapping[str, Program], rounds: int = KERNEL_ROUNDS) -
     for name, launches in zip(turns, seconds, strict=True):
         samples[name].append(list(without_overlap(launches)))
     return {name: timing_of(calls) for name, calls in samples.items()}
+
+
+def times_at_places(
+    timer: Timer, programs: Mapping[str, Program], array: jax.Array
+) -> dict[str, Timing]:
+    """Medians over places in memory of an array that is among the programs' arguments.
+
+    The same kernel on the same W somewhere else differs by up to 0.4 % on an H200. On a CPU, where
+    times differ by more than that, one place has to do.
+    """
+    taken = [timer(programs)]
+    neighbours = []  # else a copy would be where the one before the last was
+    for place in range(1, PLACES if on_gpu() else 1):
+        neighbours.append(jnp.zeros(place * NEIGHBOUR_BYTES, jnp.int8))
+        copy = jnp.copy(array)
+        programs = {name: run.with_other(array, copy) for name, run in programs.items()}
+        array = copy
+        taken.append(timer(programs))
+    return {name: _median([times[name] for times in taken]) for name in programs}
+
+
+def _median(timings: Sequence[Timing]) -> Timing:
+    kernels = {name: [its.kernels[name] for its in timings] for name in timings[0].kernels}
+    return Timing(
+        statistics.median(its.call for its in timings),
+        {name: statistics.median(times) for name, times in kernels.items()},
+    )
 
 
 def timing_of(calls: Sequence[Launches]) -> Timing:

@@ -11,7 +11,8 @@ BLOCKS_OF_ROWS = 4 * PROGRAMS  # up to so many rows, a unit of a shrink is a blo
 BLOCK_OF_ROWS = 8  # at most, of a unit of a shrink of few rows
 SHRINK_STEPS = 4  # blocks of 64 columns in one stage of a shrink
 MOST_STAGES = 12  # of a ring
-GATHERED_STAGES = 3  # where threads gather rows through the L1, which is what stages leave
+# Where threads gather rows through the L1, which is what stages leave: two, or three of so much.
+GATHERED_STAGES, GATHERED_MEMORY = (2, 3), 168 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +127,11 @@ def shrink_of_spread(
     _, owned = packed_columns(ranks, shrink.rank_tile)
     beside = memory_beside_shrink(shrink.heights[-1]) + 2 * whole(row_bytes, ARRAY)
     stage = stage_of_shrink(shrink.heights[-1], sum(owned))
-    stages = min(GATHERED_STAGES, (SHARED_MEMORY - beside) // stage)
-    return dataclasses.replace(shrink, stages=stages) if stages >= 2 else None
+    least, most = GATHERED_STAGES
+    if least * stage > SHARED_MEMORY - beside:
+        return None
+    room = min(GATHERED_MEMORY, SHARED_MEMORY - beside)
+    return dataclasses.replace(shrink, stages=most if most * stage <= room else least)
 
 
 def stage_of_shrink(height: int, ranks: int) -> int:

@@ -122,6 +122,27 @@ def test_kernel_times_take_turns(gpu):
     assert len(gpu.launches) == 3 * 2 * (3 + 1)
 
 
+@pytest.mark.parametrize("on_gpu, places", [(True, 5), (False, 1)])
+def test_times_at_places(monkeypatch, on_gpu, places):
+    """Each with the array somewhere else, and the median of all."""
+    monkeypatch.setattr(timing, "on_gpu", lambda: on_gpu)
+    given, other, seen = jnp.arange(3.0), jnp.ones(2), []
+
+    def timer(programs):
+        (run,) = programs.values()
+        seen.append(run.arguments)
+        taken = [5.0, 1.0, 4.0, 2.0, 9.0][len(seen) - 1]
+        return {"it": Timing(taken, {"kernel": 10 * taken})}
+
+    run = ready(None)._replace(arguments=(other, given))
+    times = timing.times_at_places(timer, {"it": run}, given)
+    expected = 4.0 if on_gpu else 5.0
+    assert times == {"it": Timing(expected, {"kernel": 10 * expected})}
+    assert len(seen) == places
+    assert len({array.unsafe_buffer_pointer() for _, array in seen}) == places
+    assert all(its is other and (array == given).all() for its, array in seen)
+
+
 def test_a_program_without_kernels_is_an_error(gpu):
     programs = {"a": gpu.program("a", ("x", 0, 3), ("y", 3, 4)), "nothing": ready(lambda: None)}
     with pytest.raises(RuntimeError, match="not all of 8 calls had kernels, of which 8 ran"):

@@ -187,6 +187,7 @@ def test_memory():
     schedule = shrink_schedule(MANY, (16, 16), 16, 2048)
     assert shrink_of_spread(schedule, (16, 16), 2 * 2048).stages == 3
     assert shrink_of_spread(schedule, (16, 16), 2 * 7168).stages == 3
+    assert shrink_of_spread(schedule, (32, 32), 2 * 2048).stages == 2
     assert shrink_of_spread(schedule, (64, 64), 2 * 7168).stages == 2
     assert shrink_of_spread(schedule, (64, 64), 2 * 32768) is None
     assert schedule.heights[-1] <= gather.ROWS
