@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from pallas_kernels import Lora
@@ -46,3 +47,15 @@ def in_classes(pair: Lora, classes) -> tuple[Lora, ...]:
     ends = [first + its.slots for first, its in zip(firsts_of(classes), classes, strict=True)]
     scalings = np.split(pair.scaling, ends)[: len(classes)]
     return tuple(map(Lora, cut(pair.a, classes), cut(pair.b, classes), scalings))
+
+
+def assert_same_products(found, expected):
+    """Equal; on a CPU close, where a product's bits depend on how many columns the factors have: in
+    which way, on its instructions and on the JAX.
+    """
+    assert found.dtype == expected.dtype
+    if jax.default_backend() == "cpu":
+        limit = 1e-5 * np.abs(expected).max(initial=0)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=limit)
+    else:
+        np.testing.assert_array_equal(found, expected)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,6 +16,7 @@ from pallas_kernels.grouped_lora_matmul import mosaic_tpu
 from pallas_kernels.grouped_lora_matmul.gate import Gate
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule
 from tests.pallas_kernels import tpu_interpreter
+from tests.pallas_kernels.class_cases import assert_same_products
 from tests.pallas_kernels.product_cases import Term
 from tests.pallas_kernels.tpu_cases import ProductCase, assert_close
 from tests.pallas_kernels.tpu_interpreter import jitted
@@ -182,14 +182,6 @@ def shrink_classes(x, factors, scalings):
     return shrink(x, sizes, SLOTS, of_classes(factors), scalings=of_class)
 
 
-def same_products(found, expected):
-    """Equal, but for CPUs: with JAX 0.12 their dots' bits depend on how many columns there are."""
-    if jax.__version_info__ >= (0, 12) and jax.default_backend() == "cpu":
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    else:
-        assert np.array_equal(found, expected)
-
-
 def test_shrink():
     x, factors, scalings = shrink_arguments()
     padded = jitted("shrink", starts=(0, 24), firsts=(0, 0))
@@ -199,7 +191,7 @@ def test_shrink():
     for u, (its, of_bank) in zip(found, terms, strict=True):
         rows = its.has(SLOTS) & IN_A_GROUP
         assert u.shape == (ROWS, its.rank)
-        same_products(u[rows], of_bank[rows, : its.rank])
+        assert_same_products(u[rows], of_bank[rows, : its.rank])
         assert not of_bank[rows, its.rank :].any()
 
 
@@ -263,7 +255,7 @@ def test_outer():
         lefts_of_bank(), right, np.array(SIZES, np.int32), SLOTS, races=False
     )
     for its, sums in zip(CLASSES, outer_classes(right), strict=True):
-        assert np.array_equal(sums, expected[its.slots, :, : its.rank])
+        assert_same_products(sums, expected[its.slots, :, : its.rank])
 
 
 def test_check_takes_classes():
