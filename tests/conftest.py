@@ -30,7 +30,15 @@ for option, value in COMPILED.items():
 
 
 # These share engines and trainers, or take minutes: each runs on one worker, the longest first.
-FIRST = ("training", "serving", "parallel", "server", "test_notebook.py")
+FIRST = (
+    "training",
+    "serving",
+    "test_readme.py",
+    "parallel",
+    "server",
+    "test_notebook.py",
+    "pocket",
+)
 
 
 def group(nodeid: str) -> str:

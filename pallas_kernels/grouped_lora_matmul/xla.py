@@ -185,6 +185,7 @@ def matrix_of_row(tables: Tables, factor, first: int):
     return slot * factor.shape[1] + group
 
 
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def _shrink_rows(x, factor, index, dtype):
     """x[t] · factor[index[t]]ᵀ for factor `[..., R, K]` flattened to matrices: `[rows, R]`.
 
@@ -211,6 +212,7 @@ def _multiply_columns(x, factor, index, start, width, dtype):
     return x[:, None, start : start + width].astype(dtype) * columns.astype(dtype)
 
 
+@functools.partial(jax.jit, inline=True)
 def _expand_rows(y, u, factor, index):
     """y[t] + u[t] · factor[index[t]] for factor `[..., R, N]`, added in rank order: `[rows, N]`."""
     factor = factor.reshape(-1, *factor.shape[-2:])
@@ -232,6 +234,7 @@ def outer(lefts, right, spans, tables: Tables, first: int, shape, dtype):
     return joined_terms(sums, lefts, spans, dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("first", "shape"), inline=True)
 def _sums_of_buckets(left, right, tables: Tables, first: int, shape):
     """Σ left[t] ⊗ right[t] over each bucket's rows: [*shape, R, width] in left's type.
 

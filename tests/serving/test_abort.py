@@ -233,7 +233,8 @@ def test_limits_out_of_range(one, key, value):
 LEFT_OPEN = """
 from lora_moe_jax import Engine
 from lora_moe_jax.pocket import BASE
-stream = Engine.from_pretrained(BASE).stream(["The import"])
+of_the_readme = dict(dtype="float32", max_adapters=4, max_rank=16)
+stream = Engine.from_pretrained(BASE, **of_the_readme).stream(["The import"])
 print(next(stream).index)
 """
 
