@@ -169,11 +169,12 @@ def times_at_places(
 
 
 def _median(timings: Sequence[Timing]) -> Timing:
-    kernels = {name: [its.kernels[name] for its in timings] for name in timings[0].kernels}
-    return Timing(
-        statistics.median(its.call for its in timings),
-        {name: statistics.median(times) for name, times in kernels.items()},
-    )
+    kernels: dict[str, list[float]] = {}
+    for its in timings:
+        for name, seconds in its.kernels.items():
+            kernels.setdefault(name, []).append(seconds)
+    call = statistics.median(its.call for its in timings)
+    return Timing(call, {name: statistics.median(times) for name, times in kernels.items()})
 
 
 def timing_of(calls: Sequence[Launches]) -> Timing:
