@@ -124,7 +124,7 @@ def test_kernel_times_take_turns(gpu):
 
 @pytest.mark.parametrize("on_gpu, places", [(True, 5), (False, 1)])
 def test_times_at_places(monkeypatch, on_gpu, places):
-    """Each with the array somewhere else, and the median of all."""
+    """Each with the array somewhere else, and the median of all; of a kernel, where it ran."""
     monkeypatch.setattr(timing, "on_gpu", lambda: on_gpu)
     given, other, seen = jnp.arange(3.0), jnp.ones(2), []
 
@@ -132,12 +132,13 @@ def test_times_at_places(monkeypatch, on_gpu, places):
         (run,) = programs.values()
         seen.append(run.arguments)
         taken = [5.0, 1.0, 4.0, 2.0, 9.0][len(seen) - 1]
-        return {"it": Timing(taken, {"kernel": 10 * taken})}
+        rare = {"rare": 3.0} if len(seen) == places else {}
+        return {"it": Timing(taken, {"kernel": 10 * taken} | rare)}
 
     run = ready(None)._replace(arguments=(other, given))
     times = timing.times_at_places(timer, {"it": run}, given)
     expected = 4.0 if on_gpu else 5.0
-    assert times == {"it": Timing(expected, {"kernel": 10 * expected})}
+    assert times == {"it": Timing(expected, {"kernel": 10 * expected, "rare": 3.0})}
     assert len(seen) == places
     assert len({array.unsafe_buffer_pointer() for _, array in seen}) == places
     assert all(its is other and (array == given).all() for its, array in seen)
