@@ -11,8 +11,6 @@ overwritten by the next group's tile, and by zeros past the last group's end.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,7 +24,6 @@ def _heights(contract: int) -> tuple[int, ...]:
     return HEIGHTS if contract == 2 and jax.default_backend() == "cpu" else ONE_HEIGHT
 
 
-@functools.partial(jax.jit, static_argnames="contract", inline=True)
 def grouped_product(x, w, group_sizes, contract):
     """x[t] times its group's weight, contracted over w's axis `contract` (2 forward, 1 backward).
 

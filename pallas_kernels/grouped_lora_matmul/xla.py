@@ -234,7 +234,6 @@ def outer(lefts, right, spans, tables: Tables, first: int, shape, dtype):
     return joined_terms(sums, lefts, spans, dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("first", "shape"), inline=True)
 def _sums_of_buckets(left, right, tables: Tables, first: int, shape):
     """Σ left[t] ⊗ right[t] over each bucket's rows: [*shape, R, width] in left's type.
 

@@ -15,7 +15,7 @@ from lora_moe_jax import AsyncEngine, ConfigError, Engine, FinishReason, Request
 from lora_moe_jax.serving.options import EngineOptions
 from lora_moe_jax.serving.queue_limit import QueueFullError
 from tests.serving.byte_tokenizer import byte_codec
-from tests.serving.helpers import bits, greedy, load_golden, prompts
+from tests.serving.helpers import TIGHT, bits, greedy, load_golden, prompts
 
 FAMILY = "qwen3_moe"
 
@@ -230,11 +230,10 @@ def test_limits_out_of_range(one, key, value):
     assert caught.value.key == key
 
 
-LEFT_OPEN = """
+LEFT_OPEN = f"""
 from lora_moe_jax import Engine
 from lora_moe_jax.pocket import BASE
-of_the_readme = dict(dtype="float32", max_adapters=4, max_rank=16)
-stream = Engine.from_pretrained(BASE, **of_the_readme).stream(["The import"])
+stream = Engine.from_pretrained(BASE, **{TIGHT}).stream(["The import"])
 print(next(stream).index)
 """
 
