@@ -51,6 +51,7 @@ from pallas_kernels.grouped_lora_matmul.gpu_slices import columns_of_terms
 from pallas_kernels.hopper.kept_kernel import nothing_kept
 from tests.pallas_kernels import tpu_interpreter as definition
 from tests.pallas_kernels.cases import in_layers
+from tests.pallas_kernels.plain_callbacks import plain_callbacks
 from tests.pallas_kernels.product_cases import ProductSizes, Term
 from tests.pallas_kernels.tpu_interpreter import groups_of_rows
 
@@ -82,11 +83,18 @@ def interpreter(detect_races: bool = True, begins_early: bool = False):
             mock.patch.object(plgpu, "griddepcontrol_wait", lambda: None),
             mock.patch.object(plgpu, "griddepcontrol_launch_dependents", lambda: None),
             nothing_kept(),
+            plain_callbacks(),
+            mock.patch.object(shared_memory, "_to_int", _number),
         ):
             yield
         assert not gpu_callbacks.get_races().races_found, "the kernel races: see the output"
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def _number(its):
+    """Of a thread or a device; JAX's own function takes JAX's arrays alone."""
+    return its if isinstance(its, jax.core.Tracer) else int(its)
 
 
 def _deallocate(barrier, original):

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_lora_matmul import mosaic_tpu, tpu_schedule
 from pallas_kernels.grouped_lora_matmul.tpu_schedule import ProductSchedule
+from tests.pallas_kernels.plain_callbacks import plain_callbacks
 
 
 @contextlib.contextmanager
@@ -26,7 +27,7 @@ def interpreter(schedule: ProductSchedule | None = None, races: bool = True):
     scheduled = contextlib.nullcontext()
     if schedule is not None:
         scheduled = mock.patch.object(tpu_schedule, "product_schedule", lambda *_: schedule)
-    with scheduled, pltpu.force_tpu_interpret_mode(params):
+    with scheduled, plain_callbacks(), pltpu.force_tpu_interpret_mode(params):
         yield
     found = interpret_pallas_call.races
     assert not (races and found is not None and found.races_found)
