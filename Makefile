@@ -8,6 +8,7 @@
 #   make clean     removes the environments and everything else that was made
 #
 #   make PYTHON=/path/to/python VENV=.venv-other test
+#   make QUICK=slow SEED=any test       a few of the slow tests, other ones with every seed
 
 VENV ?= .venv
 PYTHON ?=
@@ -35,7 +36,7 @@ demo: $(VENV)/installed
 XLA_FLAGS ?= --xla_backend_optimization_level=0
 test: export XLA_FLAGS := $(XLA_FLAGS)
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest $(PARALLEL) $(GROUPED) -m "$(QUICK)" $(TESTS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(GROUPED) -m "$(QUICK)" $(if $(SEED),--sample $(SEED)) $(TESTS)
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -3,6 +3,7 @@ which tests one worker runs."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ FIRST = (
     "pocket",
 )
 
+SAMPLED = 4
+
 
 def group(nodeid: str) -> str:
     """What runs on one worker of `--dist loadscope`: all of an entry of FIRST, else a file."""
@@ -47,7 +50,23 @@ def group(nodeid: str) -> str:
     return next((name for name in FIRST if path.startswith(f"tests/{name}")), path)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = f"{SAMPLED} of the chosen tests, which follow from the seed"
+    parser.addoption("--sample", metavar="SEED", help=said)
+
+
+def sample(nodeids: list[str], seed: str) -> list[str]:
+    """Other ones with every seed, whatever the order of the tests."""
+    return sorted(nodeids, key=lambda its: hashlib.sha256((seed + its).encode()).digest())[:SAMPLED]
+
+
+@pytest.hookimpl(trylast=True)  # of what marks have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("sample")
+    if seed is not None:
+        chosen = set(sample([item.nodeid for item in items], seed))
+        config.hook.pytest_deselected(items=[its for its in items if its.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
     order = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(group(item.nodeid), len(FIRST)))
 
