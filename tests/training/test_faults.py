@@ -115,7 +115,8 @@ def test_a_mesh_of_the_program_is_not_the_librarys():
     """For a critic of its own, say; two of these devices are the engine's."""
     base = GOLDEN / "qwen3_moe" / "base"
     greedy = SamplingParams(max_tokens=4, temperature=0)
-    options = ENGINE | {"target_modules": ["o_proj"]}  # of all of them, compiling takes a minute
+    modules = ["o_proj", *(f"experts.{which}_proj" for which in ("gate", "up", "down"))]
+    options = ENGINE | {"target_modules": modules}  # of all of them, compiling takes a minute
     expected = Engine.from_pretrained(base, **options).generate([[1, 2, 3]], greedy)[0].token_ids
     with jax.set_mesh(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])):
         engine = Engine.from_pretrained(base, **options)
