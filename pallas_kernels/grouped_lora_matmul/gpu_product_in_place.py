@@ -15,8 +15,6 @@ A stage holds B and u of several runs, as each costs its latency however little 
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -52,24 +50,79 @@ class InPlace:
         Products of the last K step may run still: its stage, the one before, is free after the
         first of these, or when all have ended.
         """
-        add = functools.partial(self.add_run, tile, is_mixed, accumulators, height, first_step)
-        count = self.feed.walk_runs(tile, 0, tile.rows, add, jnp.int32(0))
+
+        def add(state):
+            row, done, step = state
+            row, done, runs = self.prepare(tile, is_mixed, step, row, done)
+            is_first = step <= first_step - tile.k_steps
+
+            def add_stage():
+                self.add_stage(accumulators, height, step, runs, is_first)
+                return step + 1
+
+            return row, done, lax.cond(runs > 0, add_stage, lambda: step)
+
+        state = jnp.int32(0), jnp.int32(0), first_step
+        end = lax.while_loop(lambda state: state[0] < tile.rows, add, state)[2]
         plgpu.wgmma_wait(0)
-        end = self.stages.after(first_step, count)
-        pl.when((tile.k_steps > 0) | (count > 0))(lambda: self.release_before(end))
+        pl.when((tile.k_steps > 0) | (end > first_step))(lambda: self.release_before(end))
         return end
 
-    def add_run(self, tile, is_mixed, accumulators, height, first_step, slot, first, stop, count):
-        """Adds u·B of one run, after `count` low-rank steps of others."""
-        layout, blocks = self.layout, self.schedule.blocks
+    def prepare(self, tile: Tile, is_mixed, step, row, done):
+        """Waits for what a stage holds, a run in each place, and makes u zeros in others' rows.
 
-        def add(j, count):
-            step, stage, run, full = self.stages.of_run(first_step, count)
-            plgpu.barrier_wait(full)
-            if layout.interpreted:
-                self.copy_kept_rows(stage, run, first, stop)
-            else:
-                pl.when(is_mixed)(lambda: self.keep_rows(stage, run, first, stop))
+        For all before the first product: those of the step before run meanwhile, and one fence is
+        enough.
+
+        Args:
+          row: the first of the first run. done: how many of its low-rank steps stages before had.
+
+        Returns:
+          The same of the stage after this, and how many places of this one are used.
+        """
+        stage, sets = self.stages.stage_of(step), self.layout.sets()
+
+        def prepare_next(state):
+            row, done, runs = state
+            slot, stop = self.feed.run_at(tile, row)
+            stop = jnp.minimum(stop, tile.rows)
+            steps = sum(self.layout.steps_of(its, tile.feature, slot) for its in sets)
+
+            def prepare_run():
+                plgpu.barrier_wait(self.stages.run_full(stage, runs))
+                if self.layout.interpreted:
+                    self.copy_kept_rows(stage, runs, row, stop)
+                else:
+                    pl.when(is_mixed)(lambda: self.keep_rows(stage, runs, row, stop))
+                is_last = done + 1 >= steps
+                return jnp.where(is_last, stop, row), jnp.where(is_last, 0, done + 1), runs + 1
+
+            # Selects in place of `cond` make ptxas take numbers of stages from registers of lanes,
+            # in the K loop as well, whose steps take 3 % longer (NOTES, "A stage's runs at once").
+            has_steps = (slot >= 0) & (done < steps)
+            return lax.cond(has_steps, prepare_run, lambda: (stop, jnp.int32(0), runs))
+
+        def is_more(state):
+            row, _, runs = state
+            return (row < tile.rows) & (runs < self.layout.runs_of_stage)
+
+        state = lax.while_loop(is_more, prepare_next, (row, done, jnp.int32(0)))
+        if self.layout.interpreted:
+            plgpu.commit_smem()
+        else:
+            pl.when(is_mixed)(plgpu.commit_smem)
+        return state
+
+    def add_stage(self, accumulators, height, step, runs, is_first):
+        """Adds u·B of the runs of a stage.
+
+        Args:
+          is_first: whether no product of the tile was before these.
+        """
+        layout, blocks = self.layout, self.schedule.blocks
+        stage = self.stages.stage_of(step)
+
+        def multiply(run):
             products = 0
             for i, accumulator in enumerate(accumulators):
                 block = self.warpgroup * blocks + i % blocks
@@ -77,15 +130,14 @@ class InPlace:
                     b = self.stages.b_block(stage, run, place, block)
                     plgpu.wgmma(accumulator, b.T, self.u_block(stage, run, place, height).T)
                     products += 1
-            plgpu.wgmma_wait(products)
-            # Those before have ended.
-            pl.when((run == 0) & (step > first_step - tile.k_steps))(
-                lambda: self.release_before(step)
-            )
-            return count + 1
+            return products
 
-        steps = sum(layout.steps_of(its, tile.feature, slot) for its in layout.sets())
-        return lax.fori_loop(0, steps, add, count)
+        def add_run(run, _):
+            # Those before have ended when but these are left.
+            plgpu.wgmma_wait(multiply(run))
+            pl.when((run == 0) & ~is_first)(lambda: self.release_before(step))
+
+        lax.fori_loop(0, runs, add_run, None)
 
     def u_block(self, stage, run, place, rows):
         rows = pl.ds(place * self.layout.x_rows, rows)
@@ -100,7 +152,6 @@ class InPlace:
         """
         for u in self.u_of_run(self.stages.u_load, stage, run):
             zeros_outside(u, first, stop)
-        plgpu.commit_smem()
 
     def copy_kept_rows(self, stage, run, first, stop):
         """The same for the interpreter, which calls that a race: each consumer has a copy."""
@@ -108,7 +159,6 @@ class InPlace:
         for u, copy in zip(self.u_of_run(self.stages.u_load, stage, run), copies, strict=True):
             row = lax.broadcasted_iota(jnp.int32, u.shape, 0)
             copy[...] = jnp.where((row >= first) & (row < stop), u[...], jnp.zeros_like(u[...]))
-        plgpu.commit_smem()
 
     def u_of_run(self, u, stage, run):
         """u of each of a run's terms, in all rows of a tile."""

@@ -87,7 +87,11 @@ class Stages:
         runs = jnp.int32(self.layout.runs_of_stage)
         step, run = first_step + lax.div(count, runs), lax.rem(count, runs)
         stage = self.stage_of(step)
-        return step, stage, run, self.low_rank_full.at[stage * runs + run]
+        return step, stage, run, self.run_full(stage, run)
+
+    def run_full(self, stage, run):
+        """The barrier of one of a stage's runs."""
+        return self.low_rank_full.at[stage * self.layout.runs_of_stage + run]
 
     def after(self, first_step, count):
         """The step after `count` low-rank steps of a tile."""

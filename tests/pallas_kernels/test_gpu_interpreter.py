@@ -655,6 +655,18 @@ def test_in_place_runs_of_any_length_have_their_u():
     check_product(case, (np.array([0, 128], np.int32), slots))
 
 
+@pytest.mark.parametrize("rank, runs", [(96, 3), (8, 4), (8, 5)])
+def test_in_place_runs_go_on_in_the_next_stage(rank, runs):
+    """With three steps each, and two in a stage; or as many as a stage has, or one more.
+
+    Then rows without an adapter, for which there is no stage.
+    """
+    case = ProductCase(128, 64, 192, (Term(0, 192, rank),), groups=2, cut=(TALL,))
+    slots = np.append(np.arange(runs) % 3, -1).astype(np.int32)
+    slots = np.repeat(slots, [20] * runs + [128 - 20 * runs])
+    check_product(case, (np.array([0, 128], np.int32), slots))
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 def test_one_number_that_is_not_finite_stays_apart_in_place(value):
